@@ -1,0 +1,34 @@
+"""Attention on CuPy and NumPy arrays, computed in pieces that merge exactly."""
+
+from pathlib import Path as _Path
+
+_root = _Path(__file__).resolve().parent.parent
+if (_root / "kernels_cu").is_dir() and (_root / "setup.cfg").is_file():
+    __path__.append(str(_root))  # a checkout: cuattn.reference and cuattn.kernels_cu lie beside this folder
+
+from cuattn._compile import CompileError, get_include  # noqa: E402  the CUDA headers, for kernels of your own
+from cuattn._settings import checking  # noqa: E402  how much of the arguments is checked
+from cuattn._version import __version__  # noqa: E402
+from cuattn.state import (  # noqa: E402  partial results and how they combine
+    AttentionState,
+    lse_from_base2,
+    lse_to_base2,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+    merge_states_varlen,
+)
+
+__all__ = [
+    "AttentionState",
+    "CompileError",
+    "__version__",
+    "checking",
+    "get_include",
+    "lse_from_base2",
+    "lse_to_base2",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "merge_states_varlen",
+]

@@ -1,0 +1,170 @@
+"""The rules that all operations share, and the messages for breaking them: function, argument, rule, value."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+
+import ml_dtypes
+import numpy as np
+
+from cuattn._call import ArraySpec, Call
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT16 = np.dtype(np.float16)
+FLOAT32 = np.dtype(np.float32)
+FLOATS = (FLOAT16, BFLOAT16, FLOAT32)
+INDICES = (np.dtype(np.int32), np.dtype(np.int64))
+MAX_HEAD_DIM = 512
+
+
+def fresh(shape: tuple[int, ...], dtype: np.dtype) -> ArraySpec:
+    """The spec of an array that is about to be allocated."""
+    strides, step = [], dtype.itemsize
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return ArraySpec(shape, tuple(reversed(strides)), dtype, 16)
+
+
+def dtype(where: str, spec: ArraySpec, allowed: Iterable[np.dtype]) -> None:
+    """`where` is "function: argument"."""
+    if spec.dtype not in (allowed := tuple(allowed)):
+        names = [d.name for d in allowed]
+        rule = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+        raise TypeError(f"{where} must be {rule}; got {spec.dtype.name}")
+
+
+def shape(where: str, spec: ArraySpec, expected: tuple[int, ...], rule: str) -> None:
+    """`rule` says where the expected shape comes from."""
+    if spec.shape != expected:
+        raise ValueError(f"{where}.shape must equal {rule} {expected}; got {spec.shape}")
+
+
+def axes(where: str, spec: ArraySpec, names: tuple[str, ...]) -> None:
+    """Exactly the named axes; "..." among them stands for any number, none included."""
+    number = len(spec.shape)
+    if number < len(names) - 1 or ("..." not in names and number != len(names)):
+        raise ValueError(f"{where} must have the axes ({', '.join(names)}); got shape {spec.shape}")
+
+
+def head_dim(where: str, spec: ArraySpec) -> int:
+    """The last axis: 1 to 512 elements, next to each other."""
+    size = spec.shape[-1]
+    if not 1 <= size <= MAX_HEAD_DIM:
+        raise ValueError(f"{where}.shape[-1] (head_dim) must be 1 to {MAX_HEAD_DIM}; got {size}")
+    if size > 1 and 0 not in spec.shape and spec.strides[-1] != spec.dtype.itemsize:
+        raise ValueError(
+            f"{where} must be contiguous along its last axis (stride {spec.dtype.itemsize} bytes); got {spec.strides[-1]}"
+        )
+    return size
+
+
+def strides_in_elements(where: str, spec: ArraySpec) -> tuple[int, ...]:
+    """Strides as kernels count them."""
+    for axis, stride in enumerate(spec.strides):
+        if stride % spec.dtype.itemsize:
+            raise ValueError(f"{where}.strides[{axis}] must be a multiple of {spec.dtype.itemsize} bytes; got {stride}")
+    return tuple(stride // spec.dtype.itemsize for stride in spec.strides)
+
+
+def distinct_elements(where: str, spec: ArraySpec) -> None:
+    """An array that is written must not hold two of its elements in one place (a broadcast or sliding view)."""
+    if 0 in spec.shape:
+        return
+    reach = spec.dtype.itemsize
+    for size, stride in sorted(zip(spec.shape, map(abs, spec.strides)), key=lambda axis: axis[1]):
+        if size > 1:
+            if stride < reach:
+                raise ValueError(f"{where} must not overlap itself; got shape {spec.shape} with strides {spec.strides}")
+            reach += (size - 1) * stride
+
+
+@functools.lru_cache(4096)
+def extent(spec: ArraySpec) -> tuple[int, int]:
+    """First and past-the-last byte of an array, relative to its address."""
+    if 0 in spec.shape:
+        return 0, 0
+    ends = [(size - 1) * stride for size, stride in zip(spec.shape, spec.strides)]
+    return sum(e for e in ends if e < 0), sum(e for e in ends if e > 0) + spec.dtype.itemsize
+
+
+class _Ghost:
+    """An array's place in memory without the memory, for NumPy to reason about."""
+
+    def __init__(self, spec: ArraySpec, address: int) -> None:
+        self.__array_interface__ = {
+            "data": (address, True),
+            "shape": (*spec.shape, spec.dtype.itemsize),
+            "strides": (*spec.strides, 1),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def overlap(a: ArraySpec, address_a: int, b: ArraySpec, address_b: int) -> bool:
+    """Whether two arrays share a byte; True also if finding out would take too long."""
+    (low_a, high_a), (low_b, high_b) = extent(a), extent(b)
+    if address_a + high_a <= address_b + low_b or address_b + high_b <= address_a + low_a:
+        return False
+    try:
+        return np.shares_memory(np.asarray(_Ghost(a, address_a)), np.asarray(_Ghost(b, address_b)), max_work=10_000)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def outputs(call: Call, same: Mapping[str, tuple[str, ...]]) -> None:
+    """`out` and `lse`, if given, can be written and overlap nothing, except an input in `same` that lies exactly there.
+
+    A stack of inputs may have the output as one of its members.
+    """
+    for output in ("out", "lse"):
+        array = call.arrays[output]
+        if array is None:
+            continue
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise ValueError(f"{call.function}: {output} must be writeable; got a read-only array")
+        if call.engine is None:
+            continue  # the reference reads everything before it writes
+        spec, address = call.spec(output), call.engine.address(array)
+        for name, other in call.arrays.items():
+            if other is None or name == output or (name, output) == ("out", "lse"):
+                continue
+            other_spec, other_address = call.spec(name), call.engine.address(other)
+            allowed = name in same.get(output, ())
+            if allowed and _lies_on(spec, address, other_spec, other_address):
+                continue
+            if overlap(spec, address, other_spec, other_address):
+                rule = f"exactly {name} or apart from it" if allowed else f"apart from {name}"
+                raise ValueError(f"{call.function}: {output} must be {rule}; got arrays that overlap")
+
+
+def _lies_on(spec: ArraySpec, address: int, other: ArraySpec, other_address: int) -> bool:
+    if spec.dtype != other.dtype:
+        return False
+    if (spec.shape, spec.strides) == (other.shape, other.strides):
+        return address == other_address
+    if (spec.shape, spec.strides) == (other.shape[1:], other.strides[1:]) and other.strides[0]:
+        member, rest = divmod(address - other_address, other.strides[0])
+        return rest == 0 and 0 <= member < other.shape[0]
+    return False
+
+
+def alignment(spec: ArraySpec, axes: Iterable[int]) -> int:
+    """Bytes, a power of two up to 16, that divide the address of every row; `axes` are the row axes."""
+    used = [spec.strides[a] for a in axes if spec.shape[a] > 1]
+    return math.gcd(spec.alignment, 16, *used)
+
+
+def ascending_offsets(where: str, values: np.ndarray, limit: int, limit_name: str) -> None:
+    """Offsets such as cu_seqlens: from at least 0, ascending, to at most `limit`. For CUATTN_CHECK=values."""
+    if len(values) and values[0] < 0:
+        raise ValueError(f"{where}[0] must be at least 0; got {values[0]}")
+    falls = np.flatnonzero(np.diff(values) < 0)
+    if len(falls):
+        i = int(falls[0])
+        raise ValueError(f"{where} must be ascending; got {values[i]} before {values[i + 1]} at index {i + 1}")
+    if len(values) and values[-1] > limit:
+        raise ValueError(f"{where}[-1] must be at most {limit_name} ({limit}); got {values[-1]}")
+

@@ -1,0 +1,179 @@
+"""Checks of the merges: a call becomes `MergeDims`, or an exception."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from cuattn import _check
+from cuattn._call import ArraySpec, Call
+from cuattn._check import FLOAT32, FLOATS
+from cuattn._dims import MAX_ROW_AXES, MergeDims, Strides, collapse, pad_front
+from cuattn._settings import checks_values
+
+Names = tuple[str, str]  # of the `out` and the `lse` of a state, for messages
+State = tuple[ArraySpec, ...]  # their specs
+_RESULT = ("out", "lse")
+
+
+def pair(call: Call, names_a: Names, names_b: Names) -> MergeDims:
+    """Two states into one; `mask` has one entry per row, or per row without its last axis (the heads)."""
+    dims = _pair(
+        call.function, names_a, call.required(*names_a), names_b, call.required(*names_b),
+        call.spec("mask") if "mask" in call.arrays else None, call.spec("out"), call.spec("lse"),
+    )  # fmt: skip
+    _check.outputs(call, {"out": (names_a[0], names_b[0]), "lse": (names_a[1], names_b[1])})
+    return dims
+
+
+def listed(call: Call, states: int) -> MergeDims:
+    """A list of states, each with strides of its own."""
+    names = [(f"outs[{n}]", f"lses[{n}]") for n in range(states)]
+    specs = tuple(call.required(*n) for n in names)
+    dims = _listed(call.function, specs, call.spec("out"), call.spec("lse"))
+    _check.outputs(call, {"out": tuple(n[0] for n in names), "lse": tuple(n[1] for n in names)})
+    return dims
+
+
+def stack(call: Call) -> MergeDims:
+    """States along axis 0."""
+    dims = _stack(call.function, *call.required("outs", "lses"), None, call.spec("out"), call.spec("lse"))
+    _check.outputs(call, {"out": ("outs",), "lse": ("lses",)})
+    return dims
+
+
+def ragged(call: Call) -> MergeDims:
+    """States along axis 0 in segments, whose offsets are `indptr`."""
+    dims = _stack(call.function, *call.required("outs", "lses", "indptr"), call.spec("out"), call.spec("lse"))
+    if checks_values():
+        where = f"{call.function}: indptr"
+        _check.ascending_offsets(where, call.to_host("indptr"), dims.states, "outs.shape[0]")
+    _check.outputs(call, {})
+    return dims
+
+
+@functools.lru_cache(4096)
+def _pair(
+    function: str, names_a: Names, a: State, names_b: Names, b: State, mask: ArraySpec | None,
+    out: ArraySpec | None, lse: ArraySpec | None,
+) -> MergeDims:  # fmt: skip
+    where = f"{function}: "
+    _state(where, names_a, a)
+    _state(where, names_b, b)
+    _check.shape(where + names_b[0], b[0], a[0].shape, f"{names_a[0]}.shape")
+    dtypes = (a[0].dtype, b[0].dtype)
+    if len(set(dtypes)) == 2 and FLOAT32 not in dtypes:
+        raise TypeError(f"{where}{names_b[0]} must be {dtypes[0].name} or float32; got {dtypes[1].name}")
+    result = _result(where, out, lse, a[0].shape, dtypes)
+    rows = a[0].shape[:-1]
+    mask_strides = (0,) * len(rows)
+    if mask is not None:
+        _check.dtype(where + "mask", mask, [np.dtype(bool)])
+        if mask.shape not in (rows, rows[:-1]):
+            raise ValueError(f"{where}mask.shape must equal {rows[:-1]} or {rows}; got {mask.shape}")
+        mask_strides = mask.strides + (0,) * (len(rows) - len(mask.shape))
+    strides = [*_strides(where, names_a, a), *_strides(where, names_b, b), mask_strides]
+    sizes, kept = _collapse(where, rows, strides + _strides(where, _RESULT, result), MAX_ROW_AXES)
+    return _dims("pair", sizes, 2, kept, (), (a[0], b[0], result[0]), result[0].shape)
+
+
+@functools.lru_cache(4096)
+def _listed(function: str, states: tuple[State, ...], out: ArraySpec | None, lse: ArraySpec | None) -> MergeDims:
+    where = f"{function}: "
+    first = states[0][0]
+    for n, state in enumerate(states):
+        _state(where, (f"outs[{n}]", f"lses[{n}]"), state)
+        _check.shape(f"{where}outs[{n}]", state[0], first.shape, "outs[0].shape")
+        _check.dtype(f"{where}outs[{n}]", state[0], [first.dtype])
+    result = _result(where, out, lse, first.shape, (first.dtype,))
+    strides = _strides(where, _RESULT, result)
+    for n, state in enumerate(states):
+        strides += _strides(where, (f"outs[{n}]", f"lses[{n}]"), state)
+    sizes, kept = _collapse(where, first.shape[:-1], strides, MAX_ROW_AXES)
+    worst = min((state[0] for state in states), key=_row_alignment)
+    return _dims("list", sizes, len(states), kept, (), (worst, worst, result[0]), first.shape)
+
+
+@functools.lru_cache(4096)
+def _stack(
+    function: str, outs: ArraySpec, lses: ArraySpec, index: ArraySpec | None, out: ArraySpec | None, lse: ArraySpec | None
+) -> MergeDims:
+    where = f"{function}: "
+    _check.axes(where + "outs", outs, ("states", "...", "head_dim"))
+    _state(where, ("outs", "lses"), (outs, lses))
+    strides = _strides(where, ("outs", "lses"), (outs, lses))
+    steps = tuple(s[0] for s in strides)
+    inner = [s[1:] for s in strides]
+    if index is None:
+        result = _result(where, out, lse, outs.shape[1:], (outs.dtype,))
+        sizes, kept = _collapse(where, outs.shape[1:-1], inner + _strides(where, _RESULT, result), MAX_ROW_AXES)
+        steps += (0, 0)
+    else:
+        _check.dtype(where + "indptr", index, _check.INDICES)
+        _check.axes(where + "indptr", index, ("segments + 1",))
+        result = _result(where, out, lse, (index.shape[0] - 1, *outs.shape[1:]), (outs.dtype,))
+        by_segment = _strides(where, _RESULT, result)
+        inner += [s[1:] for s in by_segment]
+        sizes, kept = _collapse(where, outs.shape[1:-1], inner, MAX_ROW_AXES - 1)
+        sizes = (result[0].shape[0], *sizes[1:])
+        kept = tuple((s0, *s[1:]) for s0, s in zip((0, 0, by_segment[0][0], by_segment[1][0]), kept))
+        steps += (index.dtype.itemsize, _check.strides_in_elements(where + "indptr", index)[0])
+    form = "stack" if index is None else "ragged"
+    return _dims(form, sizes, outs.shape[0], kept, steps, (outs, outs, result[0]), result[0].shape)
+
+
+def _state(where: str, names: Names, state: State) -> None:
+    out, lse = state
+    _check.dtype(where + names[0], out, FLOATS)
+    _check.dtype(where + names[1], lse, [FLOAT32])
+    _check.axes(where + names[0], out, ("...", "head_dim"))
+    _check.head_dim(where + names[0], out)
+    _check.shape(where + names[1], lse, out.shape[:-1], f"{names[0]}.shape[:-1]")
+
+
+def _result(
+    where: str, out: ArraySpec | None, lse: ArraySpec | None, shape: tuple[int, ...], inputs: tuple[np.dtype, ...]
+) -> State:
+    if out is None:
+        out = _check.fresh(shape, inputs[0] if len(set(inputs)) == 1 else FLOAT32)
+    if lse is None:
+        lse = _check.fresh(shape[:-1], FLOAT32)
+    # The last merge of float32 partial results rounds to 16 bits; 16-bit states may widen, but not change their kind.
+    allowed = FLOATS if set(inputs) == {FLOAT32} else [d for d in FLOATS if d in inputs or d == FLOAT32]
+    _check.dtype(where + "out", out, allowed)
+    _check.dtype(where + "lse", lse, [FLOAT32])
+    _check.shape(where + "out", out, shape, "the result's shape")
+    _check.shape(where + "lse", lse, shape[:-1], "the result's shape")
+    _check.head_dim(where + "out", out)
+    _check.distinct_elements(where + "out", out)
+    _check.distinct_elements(where + "lse", lse)
+    return out, lse
+
+
+def _strides(where: str, names: Names, state: State) -> list[tuple[int, ...]]:
+    out, lse = (_check.strides_in_elements(where + name, array) for name, array in zip(names, state))
+    return [out[:-1], lse]  # the rows of `out` are all its axes but the last
+
+
+def _collapse(
+    where: str, shape: tuple[int, ...], strides: list[tuple[int, ...]], most: int
+) -> tuple[tuple[int, ...], tuple[Strides, ...]]:
+    if 0 in shape:
+        return pad_front((0,), MAX_ROW_AXES, 1), ((0,) * MAX_ROW_AXES,) * len(strides)
+    sizes, kept = collapse(shape, strides)
+    if len(sizes) > most:
+        raise ValueError(f"{where}at most {most} row axes may have unrelated strides; got {len(sizes)} in {shape}")
+    return pad_front(sizes, MAX_ROW_AXES, 1), tuple(pad_front(k, MAX_ROW_AXES, 0) for k in kept)
+
+
+def _dims(
+    form: str, rows: tuple[int, ...], states: int, strides: tuple[Strides, ...], steps: tuple[int, ...],
+    kinds: tuple[ArraySpec, ...], shape: tuple[int, ...],
+) -> MergeDims:  # fmt: skip
+    dtypes = tuple(k.dtype for k in kinds)
+    return MergeDims(form, shape, rows, states, dtypes, strides, steps, tuple(_row_alignment(k) for k in kinds))
+
+
+def _row_alignment(out: ArraySpec) -> int:
+    return _check.alignment(out, range(len(out.shape) - 1))

@@ -1,0 +1,64 @@
+"""Sizes and strides of a call under names: the checks make them, and nothing after the checks looks at a shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MAX_ROW_AXES = 4  # what rows.cuh walks
+
+Strides = tuple[int, ...]  # of MAX_ROW_AXES axes
+
+
+@dataclass(frozen=True, eq=False)  # equal calls share one object, see _check_state: hashing it must be cheap
+class MergeDims:
+    """A merge of states. Rows are everything but the last axis; strides are in elements, unused leading axes are 0."""
+
+    form: str  # "pair", "list", "stack" or "ragged"
+    shape: tuple[int, ...]  # of the result, (..., head_dim)
+    rows: tuple[int, ...]  # four sizes, after neighbouring axes were merged; ragged: rows[0] segments
+    states: int  # ragged: in the whole stack
+    dtypes: tuple[np.dtype, ...]  # of the first state, of the others, of the result
+    strides: tuple[Strides, ...]  # of each array, in the order of the kernel's layout struct
+    steps: tuple[int, ...]  # stack: outs and lses from state to state, then bytes and step of indptr (0, 0 if none)
+    alignment: tuple[int, ...]  # bytes that divide every row address, for each of `dtypes`
+
+    @property
+    def head_dim(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.rows)
+
+
+def collapse(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Merge neighbouring axes that are contiguous in every array; axes of size 1 vanish.
+
+    >>> collapse((2, 5, 3), [(15, 3, 1), (30, 6, 2)])
+    ((30,), [(1,), (2,)])
+    >>> collapse((2, 5, 3), [(15, 3, 1), (1, 2, 10)])
+    ((2, 5, 3), [(15, 3, 1), (1, 2, 10)])
+    """
+    sizes: list[int] = []
+    kept: list[list[int]] = [[] for _ in strides]
+    for axis, size in enumerate(shape):
+        if size == 1:
+            continue
+        if sizes and all(k[-1] == s[axis] * size for k, s in zip(kept, strides)):
+            sizes[-1] *= size
+            for k, s in zip(kept, strides):
+                k[-1] = s[axis]
+        else:
+            sizes.append(size)
+            for k, s in zip(kept, strides):
+                k.append(s[axis])
+    return tuple(sizes), [tuple(k) for k in kept]
+
+
+def pad_front(values: Sequence[int], length: int, fill: int) -> tuple[int, ...]:
+    """`values` with `fill` before them up to `length`."""
+    return (fill,) * (length - len(values)) + tuple(values)

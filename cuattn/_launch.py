@@ -1,0 +1,213 @@
+"""Launching: the one module that knows CuPy's rules for memory, streams and kernel arguments.
+
+An `Engine` is a place where kernels run. There is one for CuPy; the tests add another, which runs the same sources on
+the CPU with NumPy arrays in the role of device memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from cuattn._compile import Kernel, build, supported_architectures
+
+
+class DeviceInfo(NamedTuple):
+    """What a plan may depend on."""
+
+    capability: tuple[int, int]  # (9, 0) on an H100 or H200
+    num_sms: int
+
+
+class Engine(Protocol):
+    """A place where kernels run."""
+
+    def device(self, array: Any) -> int: ...
+    def address(self, array: Any) -> int: ...
+    def info(self, device: int) -> DeviceInfo: ...
+    def empty(self, shape: tuple[int, ...], dtype: Any, device: int) -> Any: ...
+    def to_host(self, array: Any) -> np.ndarray: ...
+    def from_dlpack(self, array: Any) -> Any: ...
+    def from_cuda_array_interface(self, array: Any) -> Any: ...
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        args: Sequence[Any],
+        device: int,
+    ) -> None: ...
+
+
+def by_value(*numbers: Any) -> np.void:
+    """Integers, or nested tuples of them, as one struct of 64-bit fields: one kernel argument, passed by value."""
+    flat = np.fromiter(_flatten(numbers), dtype=np.int64)
+    return np.frombuffer(flat.tobytes(), dtype=f"V{flat.nbytes}")[0]
+
+
+def _flatten(numbers: Any) -> Iterator[int]:
+    for n in numbers:
+        if isinstance(n, tuple):
+            yield from _flatten(n)
+        else:
+            yield n
+
+
+def refuse_bare_numbers(kernel: Kernel, args: Sequence[Any]) -> None:
+    """A Python int or float would reach the kernel as 8 bytes, whatever its parameter is."""
+    for position, arg in enumerate(args):
+        if isinstance(arg, (bool, int, float)):
+            raise TypeError(f"{kernel.entry}: argument {position} is a bare {type(arg).__name__}; pass a NumPy scalar")
+
+
+class CupyEngine:
+    """Kernels on CUDA devices, on CuPy's current stream, whatever the current device is."""
+
+    def __init__(self) -> None:
+        import cupy
+        from cupy.cuda import nvtx
+
+        self._cupy, self._nvtx = cupy, nvtx
+        self._functions: dict[tuple[int, Kernel], Any] = {}
+        self._infos: dict[int, DeviceInfo] = {}
+        self._lock = threading.Lock()
+
+    def device(self, array: Any) -> int:
+        return array.data.device_id
+
+    def address(self, array: Any) -> int:
+        return array.data.ptr
+
+    def info(self, device: int) -> DeviceInfo:
+        if device not in self._infos:
+            capability = self._cupy.cuda.Device(device).compute_capability
+            properties = self._cupy.cuda.runtime.getDeviceProperties(device)
+            self._infos[device] = DeviceInfo(
+                (int(capability[:-1]), int(capability[-1])), properties["multiProcessorCount"]
+            )
+        return self._infos[device]
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, device: int) -> Any:
+        with self._on(device):
+            return self._cupy.ndarray(shape, dtype)
+
+    def to_host(self, array: Any) -> np.ndarray:
+        return self._cupy.asnumpy(array)  # the current stream is waited for
+
+    def from_dlpack(self, array: Any) -> Any:
+        return self._cupy.from_dlpack(array)
+
+    def from_cuda_array_interface(self, array: Any) -> Any:
+        return self._cupy.asarray(array)
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        args: Sequence[Any],
+        device: int,
+    ) -> None:
+        refuse_bare_numbers(kernel, args)
+        with self._on(device):
+            function = self._functions.get((device, kernel)) or self._load(device, kernel)
+            self._nvtx.RangePush(kernel.entry)
+            try:
+                function(grid, block, tuple(args), shared_bytes)
+            finally:
+                self._nvtx.RangePop()
+
+    def attributes(self, kernel: Kernel, device: int) -> dict[str, int]:
+        """Registers, local and static shared bytes of a loaded kernel, as the driver reports them."""
+        driver = _driver()
+        function = self._functions.get((device, kernel)) or self._load(device, kernel)
+        return {
+            "registers": driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, function.ptr),
+            "local": driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function.ptr),
+            "shared": driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr),
+        }
+
+    def _on(self, device: int) -> contextlib.AbstractContextManager[Any]:
+        if self._cupy.cuda.runtime.getDevice() == device:
+            return _NOTHING
+        return self._cupy.cuda.Device(device)
+
+    def _load(self, device: int, kernel: Kernel) -> Any:
+        with self._lock, self._cupy.cuda.Device(device):
+            if (device, kernel) not in self._functions:
+                capability = self.info(device).capability
+                binary = build(kernel, architecture(capability, supported_architectures(), kernel.suffix))
+                module = self._cupy.cuda.function.Module()
+                module.load(binary.code)
+                function = module.get_function(kernel.entry)  # keeps its module alive
+                driver = _driver()
+                most = self._cupy.cuda.runtime.getDeviceProperties(device)["sharedMemPerBlockOptin"]
+                if most > 48 << 10:  # above 48 KB a kernel must ask; once per device is enough
+                    most -= binary.resources[kernel.entry].shared if kernel.entry in binary.resources else 0
+                    attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    driver.funcSetAttribute(function.ptr, attribute, most)
+                self._functions[device, kernel] = function
+            return self._functions[device, kernel]
+
+
+def architecture(capability: tuple[int, int], supported: Sequence[int], suffix: str = "") -> str:
+    """The ``-arch`` for a GPU: its own, the nearest older one of its generation, or PTX if NVRTC knows none of it.
+
+    Raises
+    ------
+    NotImplementedError
+        If the GPU is older than all that NVRTC supports.
+    """
+    own = capability[0] * 10 + capability[1]
+    older = [n for n in supported if n <= own]
+    if not older:
+        raise NotImplementedError(f"this NVRTC compiles for compute capability {min(supported) / 10} and newer; got {own / 10}")
+    nearest = max(older)
+    return f"sm_{nearest}{suffix}" if nearest // 10 == capability[0] else f"compute_{nearest}"
+
+
+_NOTHING = contextlib.nullcontext()
+_engine: CupyEngine | None = None
+_emulator: Engine | None = None
+_engine_lock = threading.Lock()
+
+
+def cupy_engine() -> CupyEngine | None:
+    """The engine for device arrays, or None where CuPy is not installed."""
+    global _engine
+    if _engine is None:
+        with _engine_lock:
+            if _engine is None:
+                try:
+                    _engine = CupyEngine()
+                except ImportError:
+                    return None
+    return _engine
+
+
+def emulator() -> Engine | None:
+    """The engine that stands in for a device in tests, if one is in use."""
+    return _emulator
+
+
+@contextlib.contextmanager
+def emulated(engine: Engine) -> Iterator[None]:
+    """Within the block, NumPy arrays are the device memory of `engine`. For tests, in one thread."""
+    global _emulator
+    before, _emulator = _emulator, engine
+    try:
+        yield
+    finally:
+        _emulator = before
+
+
+def _driver() -> Any:
+    from cupy_backends.cuda.api import driver
+
+    return driver

@@ -1,0 +1,25 @@
+"""What cuattn computes, defined in float64 NumPy: slow, short, and readable without knowing a GPU.
+
+Every function has the name, the argument order and the meaning of the public function it defines.
+The page of mathematics that the rest refers to is the docstring of ``attention.py``.
+"""
+
+from .attention import attention  # softmax(q k^T) v over the visible keys, as a state (out, lse)
+from .state import (  # combining the states of disjoint sets of keys
+    empty_state,
+    lse_from_base2,
+    lse_to_base2,
+    merge_state,
+    merge_states,
+    merge_states_varlen,
+)
+
+__all__ = [
+    "attention",
+    "empty_state",
+    "lse_from_base2",
+    "lse_to_base2",
+    "merge_state",
+    "merge_states",
+    "merge_states_varlen",
+]
