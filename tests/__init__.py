@@ -1,0 +1,1 @@
+"""Tests in five layers; design and commands are in README.md."""

@@ -1,0 +1,74 @@
+"""The emulator as an engine of cuattn: NumPy arrays in the role of device memory, kernels run on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cuattn._compile import Kernel, source_text
+from cuattn._launch import DeviceInfo, refuse_bare_numbers
+from tests.emulator import EmulatedModule
+
+ENTRIES = {  # every entry of a file is compiled at once: a tile then costs one compilation
+    "state.cu": ("cuattn_merge_pair", "cuattn_merge_list", "cuattn_merge_stack"),
+}
+
+
+@functools.cache
+def module(file: str, defines: tuple[tuple[str, str | int], ...], sanitize: str | None = None) -> EmulatedModule:
+    """One tile of one source file, compiled for the CPU."""
+    named = {f"CUATTN_{name}": str(value) for name, value in defines}
+    return EmulatedModule(source_text(file), ENTRIES[file], named, name=file, sanitize=sanitize)
+
+
+class EmulatorEngine:
+    """Runs every kernel of a call on the CPU.
+
+    Parameters
+    ----------
+    order : {"forward", "reverse", "shuffle"}
+        In which order threads run: a missing barrier shows as a difference.
+    """
+
+    def __init__(self, order: str = "forward", seed: int = 0, sanitize: str | None = None) -> None:
+        self.order, self.seed, self.sanitize = order, seed, sanitize
+        self.launched: list[Kernel] = []
+
+    def device(self, array: np.ndarray) -> int:
+        return 0
+
+    def address(self, array: np.ndarray) -> int:
+        return array.ctypes.data
+
+    def info(self, device: int) -> DeviceInfo:
+        return DeviceInfo((9, 0), 4)  # few multiprocessors: small cases reach the plans of large ones
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, device: int) -> np.ndarray:
+        array = np.empty(shape, dtype)
+        array.reshape(-1).view(np.uint8)[:] = 0xFF  # NaN: an element that is never written shows
+        return array
+
+    def to_host(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def from_dlpack(self, array: Any) -> Any:
+        raise AssertionError("no foreign arrays in emulation")
+
+    from_cuda_array_interface = from_dlpack
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        args: Sequence[Any],
+        device: int,
+    ) -> None:
+        refuse_bare_numbers(kernel, args)
+        self.launched.append(kernel)
+        compiled = module(kernel.file, kernel.defines, self.sanitize)
+        compiled.launch(kernel.entry, grid, block, args, shared_bytes, self.order, self.seed)
