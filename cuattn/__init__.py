@@ -9,10 +9,9 @@ if (_root / "kernels_cu").is_dir() and (_root / "setup.cfg").is_file():
 from cuattn._compile import CompileError, get_include  # noqa: E402  the CUDA headers, for kernels of your own
 from cuattn._settings import checking  # noqa: E402  how much of the arguments is checked
 from cuattn._version import __version__  # noqa: E402
+from cuattn.base2 import lse_from_base2, lse_to_base2  # noqa: E402  for libraries with base-2 logarithms
 from cuattn.state import (  # noqa: E402  partial results and how they combine
     AttentionState,
-    lse_from_base2,
-    lse_to_base2,
     merge_state,
     merge_state_in_place,
     merge_states,

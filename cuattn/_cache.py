@@ -1,8 +1,8 @@
 """Compiled kernels on disk, shared by all processes of a user.
 
-A file is one JSON line (digest of the code, resources) and the code. It is written beside its place and moved there, so
-that a reader never sees half a file and two writers can't disturb each other. A cache that can't be written is no
-error, and a damaged file counts as absent.
+A file is a digest of what follows, a line of JSON with the resources, and the code. It is written beside its place and
+moved there, so that a reader never sees half a file and two writers can't disturb each other. A cache that can't be
+written is no error, and a damaged file counts as absent.
 """
 
 from __future__ import annotations
@@ -26,26 +26,31 @@ def directory() -> Path:
 def load(key: str) -> tuple[dict[str, Any], bytes] | None:
     """The resources and the code stored under `key`, or None."""
     try:
-        header, code = (directory() / key).read_bytes().split(b"\n", 1)
-        fields = json.loads(header)
-        return (fields["resources"], code) if fields["sha256"] == hashlib.sha256(code).hexdigest() else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        digest, resources, code = (directory() / key).read_bytes().split(b"\n", 2)
+        if digest.decode() == _digest(resources, code):
+            return json.loads(resources), code
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: the user has no home
+        pass
+    return None
 
 
 def store(key: str, resources: dict[str, Any], code: bytes) -> None:
     """Keep `code` under `key` if the folder can be written."""
-    header = json.dumps({"sha256": hashlib.sha256(code).hexdigest(), "resources": resources}).encode()
+    text = json.dumps(resources).encode()
     temporary = None
     try:
         directory().mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=directory(), prefix=".new-")
         with os.fdopen(handle, "wb") as file:
-            file.write(header + b"\n" + code)
+            file.write(b"\n".join((_digest(text, code).encode(), text, code)))
         os.replace(temporary, directory() / key)
-    except OSError:
+    except (OSError, RuntimeError):
         if temporary is not None:
             try:
                 os.unlink(temporary)
             except OSError:
                 pass
+
+
+def _digest(resources: bytes, code: bytes) -> str:
+    return hashlib.sha256(resources + b"\n" + code).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -68,19 +69,20 @@ class Call:
         if len(first) > 1:
             self._refuse_places(first)
 
-    def spec(self, name: str) -> ArraySpec | None:
-        """The spec of an argument; the address of a NumPy array matters to nobody, so it is not asked for."""
-        array = self.arrays[name]
-        if array is None:
-            return None
-        address = 0 if self.engine is None else self.engine.address(array)
-        return ArraySpec(array.shape, array.strides, array.dtype, min(16, address & -address) or 16)
+    @functools.cached_property
+    def specs(self) -> dict[str, ArraySpec | None]:
+        """A spec of each argument; the address of a NumPy array matters to nobody, so it is not asked for."""
+        address = _no_address if self.engine is None else self.engine.address
+        return {
+            name: None if a is None else ArraySpec(a.shape, a.strides, a.dtype, _alignment(address(a)))
+            for name, a in self.arrays.items()
+        }
 
     def required(self, *names: str) -> tuple[ArraySpec, ...]:
         """The specs of arguments that can't be None."""
         specs = []
         for name in names:
-            spec = self.spec(name)
+            spec = self.specs[name]
             if spec is None:
                 raise TypeError(f"{self.function}: {name} must be an array; got None")
             specs.append(spec)
@@ -109,7 +111,7 @@ class Call:
         cupy = sys.modules.get("cupy")
         if cupy is not None and isinstance(array, cupy.ndarray):
             return array
-        problem = ""
+        problem = "" if self.engine is not None else ", and CuPy is not installed"
         if hasattr(array, "__dlpack_device__"):
             if array.__dlpack_device__()[0] not in _DLPACK_CUDA:
                 problem = " on the host (numpy.asarray makes it a NumPy array)"
@@ -137,3 +139,11 @@ class Call:
 
 def _place(device: int) -> str:
     return "the host" if device == -1 else f"device {device}"
+
+
+def _no_address(array: np.ndarray) -> int:
+    return 0
+
+
+def _alignment(address: int) -> int:
+    return (address | 16) & -(address | 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 
@@ -21,7 +22,7 @@ def pair(call: Call, names_a: Names, names_b: Names) -> MergeDims:
     """Two states into one; `mask` has one entry per row, or per row without its last axis (the heads)."""
     dims = _pair(
         call.function, names_a, call.required(*names_a), names_b, call.required(*names_b),
-        call.spec("mask") if "mask" in call.arrays else None, call.spec("out"), call.spec("lse"),
+        call.specs.get("mask"), call.specs["out"], call.specs["lse"],
     )  # fmt: skip
     _check.outputs(call, {"out": (names_a[0], names_b[0]), "lse": (names_a[1], names_b[1])})
     return dims
@@ -31,21 +32,21 @@ def listed(call: Call, states: int) -> MergeDims:
     """A list of states, each with strides of its own."""
     names = [(f"outs[{n}]", f"lses[{n}]") for n in range(states)]
     specs = tuple(call.required(*n) for n in names)
-    dims = _listed(call.function, specs, call.spec("out"), call.spec("lse"))
+    dims = _listed(call.function, specs, call.specs["out"], call.specs["lse"])
     _check.outputs(call, {"out": tuple(n[0] for n in names), "lse": tuple(n[1] for n in names)})
     return dims
 
 
 def stack(call: Call) -> MergeDims:
     """States along axis 0."""
-    dims = _stack(call.function, *call.required("outs", "lses"), None, call.spec("out"), call.spec("lse"))
+    dims = _stack(call.function, *call.required("outs", "lses"), None, call.specs["out"], call.specs["lse"])
     _check.outputs(call, {"out": ("outs",), "lse": ("lses",)})
     return dims
 
 
 def ragged(call: Call) -> MergeDims:
     """States along axis 0 in segments, whose offsets are `indptr`."""
-    dims = _stack(call.function, *call.required("outs", "lses", "indptr"), call.spec("out"), call.spec("lse"))
+    dims = _stack(call.function, *call.required("outs", "lses", "indptr"), call.specs["out"], call.specs["lse"])
     if checks_values():
         where = f"{call.function}: indptr"
         _check.ascending_offsets(where, call.to_host("indptr"), dims.states, "outs.shape[0]")
@@ -97,8 +98,9 @@ def _listed(function: str, states: tuple[State, ...], out: ArraySpec | None, lse
 
 @functools.lru_cache(4096)
 def _stack(
-    function: str, outs: ArraySpec, lses: ArraySpec, index: ArraySpec | None, out: ArraySpec | None, lse: ArraySpec | None
-) -> MergeDims:
+    function: str, outs: ArraySpec, lses: ArraySpec, index: ArraySpec | None,
+    out: ArraySpec | None, lse: ArraySpec | None,
+) -> MergeDims:  # fmt: skip
     where = f"{function}: "
     _check.axes(where + "outs", outs, ("states", "...", "head_dim"))
     _state(where, ("outs", "lses"), (outs, lses))
@@ -108,17 +110,24 @@ def _stack(
     if index is None:
         result = _result(where, out, lse, outs.shape[1:], (outs.dtype,))
         sizes, kept = _collapse(where, outs.shape[1:-1], inner + _strides(where, _RESULT, result), MAX_ROW_AXES)
-        steps += (0, 0)
+        steps += (0, 0, 0)
     else:
         _check.dtype(where + "indptr", index, _check.INDICES)
         _check.axes(where + "indptr", index, ("segments + 1",))
+        if not index.shape[0]:
+            raise ValueError(f"{where}indptr.shape[0] must be at least 1; got 0")
         result = _result(where, out, lse, (index.shape[0] - 1, *outs.shape[1:]), (outs.dtype,))
         by_segment = _strides(where, _RESULT, result)
         inner += [s[1:] for s in by_segment]
         sizes, kept = _collapse(where, outs.shape[1:-1], inner, MAX_ROW_AXES - 1)
-        sizes = (result[0].shape[0], *sizes[1:])
-        kept = tuple((s0, *s[1:]) for s0, s in zip((0, 0, by_segment[0][0], by_segment[1][0]), kept))
-        steps += (index.dtype.itemsize, _check.strides_in_elements(where + "indptr", index)[0])
+        # The segments are the axis before those that are left; the stack has stride 0 there, offsets take its place.
+        axis = MAX_ROW_AXES - 1 - sum(size != 1 for size in sizes)
+        segment_strides = (0, 0, by_segment[0][0], by_segment[1][0])
+        sizes = (*sizes[:axis], result[0].shape[0], *sizes[axis + 1 :])
+        kept = tuple((*s[:axis], own, *s[axis + 1 :]) for s, own in zip(kept, segment_strides))
+        if math.prod(sizes) >= 2**31:
+            raise ValueError(f"{where}indptr must give fewer than 2**31 rows; got {math.prod(sizes)}")
+        steps += (index.dtype.itemsize, _check.strides_in_elements(where + "indptr", index)[0], axis)
     form = "stack" if index is None else "ragged"
     return _dims(form, sizes, outs.shape[0], kept, steps, (outs, outs, result[0]), result[0].shape)
 
@@ -164,6 +173,9 @@ def _collapse(
     sizes, kept = collapse(shape, strides)
     if len(sizes) > most:
         raise ValueError(f"{where}at most {most} row axes may have unrelated strides; got {len(sizes)} in {shape}")
+    if len(sizes) > 1 and math.prod(sizes) >= 2**31:
+        rule = "row axes with unrelated strides must have fewer than 2**31 rows"
+        raise ValueError(f"{where}{rule}; got {math.prod(sizes)}")
     return pad_front(sizes, MAX_ROW_AXES, 1), tuple(pad_front(k, MAX_ROW_AXES, 0) for k in kept)
 
 

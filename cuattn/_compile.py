@@ -1,7 +1,8 @@
 """From a kernel's name to machine code: NVRTC through CuPy's bindings. Needs no GPU.
 
 ``RawModule(code=...)`` is not used: its disk cache does not see included headers, and it forces ``-ftz=true`` and an
-architecture without the ``a`` suffix. Here the headers are pasted into one text, which is compiled and is the cache key.
+architecture without the ``a`` suffix. Here the headers are pasted into one text, which is compiled and is part of the
+cache key.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def get_include() -> str:
 
 
 def source_text(file: str) -> str:
-    """The whole text of a kernel file: our own headers pasted in, once each, with ``#line`` so that errors find home."""
+    """The whole text of a kernel file: our own headers pasted in, once each, with ``#line`` so errors find them."""
     folder, pasted = Path(get_include()), set[str]()
 
     def paste(name: str) -> str:
@@ -102,6 +103,7 @@ def build(kernel: Kernel, arch: str) -> Binary:
     ImportError
         If CuPy or NVRTC is not installed; the message names what to install.
     """
+    version = _nvrtc().getVersion()
     text = source_text(kernel.file)
     options = (
         "-std=c++17",
@@ -112,12 +114,15 @@ def build(kernel: Kernel, arch: str) -> Binary:
         *(f"-DCUATTN_{name}={value}" for name, value in kernel.defines),
     )
     digest = hashlib.sha256()
-    for part in (text, *options[:4], *options[5:], repr(_nvrtc().getVersion()), _toolkit()[1]):
+    for part in (text, *options[:4], *options[5:], repr(version), _toolkit()[1]):
         digest.update(part.encode() + b"\0")
     key = digest.hexdigest()
     stored = _cache.load(key)
     if stored is not None:
-        return Binary(stored[1], {name: Resources(**r) for name, r in stored[0].items()})
+        try:
+            return Binary(stored[1], {name: Resources(**r) for name, r in stored[0].items()})
+        except (AttributeError, TypeError):
+            pass  # written by another version of cuattn
     debug(3, f"source of {kernel.file}\n{text}")
     started = time.perf_counter()
     code, log = _run_nvrtc(kernel, text, options, ptx=arch.startswith("compute"))

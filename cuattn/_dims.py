@@ -19,11 +19,11 @@ class MergeDims:
 
     form: str  # "pair", "list", "stack" or "ragged"
     shape: tuple[int, ...]  # of the result, (..., head_dim)
-    rows: tuple[int, ...]  # four sizes, after neighbouring axes were merged; ragged: rows[0] segments
+    rows: tuple[int, ...]  # four sizes, after neighbouring axes were merged; ragged: rows[steps[-1]] segments
     states: int  # ragged: in the whole stack
     dtypes: tuple[np.dtype, ...]  # of the first state, of the others, of the result
     strides: tuple[Strides, ...]  # of each array, in the order of the kernel's layout struct
-    steps: tuple[int, ...]  # stack: outs and lses from state to state, then bytes and step of indptr (0, 0 if none)
+    steps: tuple[int, ...]  # stack: outs and lses from state to state; bytes, step of indptr, axis of segments (or 0)
     alignment: tuple[int, ...]  # bytes that divide every row address, for each of `dtypes`
 
     @property

@@ -7,6 +7,7 @@ the CPU with NumPy arrays in the role of device memory.
 from __future__ import annotations
 
 import contextlib
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -44,24 +45,16 @@ class Engine(Protocol):
     ) -> None: ...
 
 
-def by_value(*numbers: Any) -> np.void:
-    """Integers, or nested tuples of them, as one struct of 64-bit fields: one kernel argument, passed by value."""
-    flat = np.fromiter(_flatten(numbers), dtype=np.int64)
-    return np.frombuffer(flat.tobytes(), dtype=f"V{flat.nbytes}")[0]
-
-
-def _flatten(numbers: Any) -> Iterator[int]:
-    for n in numbers:
-        if isinstance(n, tuple):
-            yield from _flatten(n)
-        else:
-            yield n
+def by_value(*numbers: int, size: int = 0) -> np.void:
+    """64-bit integers as one struct, passed by value as one kernel argument; `size` fields at least, the rest 0."""
+    packed = struct.pack(f"{len(numbers)}q", *numbers).ljust(8 * size, b"\0")
+    return np.frombuffer(packed, dtype=f"V{len(packed)}")[0]
 
 
 def refuse_bare_numbers(kernel: Kernel, args: Sequence[Any]) -> None:
     """A Python int or float would reach the kernel as 8 bytes, whatever its parameter is."""
     for position, arg in enumerate(args):
-        if isinstance(arg, (bool, int, float)):
+        if type(arg) in (bool, int, float):  # numpy.float64 is a float too, but says its size
             raise TypeError(f"{kernel.entry}: argument {position} is a bare {type(arg).__name__}; pass a NumPy scalar")
 
 
@@ -167,7 +160,8 @@ def architecture(capability: tuple[int, int], supported: Sequence[int], suffix: 
     own = capability[0] * 10 + capability[1]
     older = [n for n in supported if n <= own]
     if not older:
-        raise NotImplementedError(f"this NVRTC compiles for compute capability {min(supported) / 10} and newer; got {own / 10}")
+        rule = f"this NVRTC compiles for compute capability {min(supported) / 10} and newer"
+        raise NotImplementedError(f"{rule}; got {own / 10}")
     nearest = max(older)
     return f"sm_{nearest}{suffix}" if nearest // 10 == capability[0] else f"compute_{nearest}"
 

@@ -16,7 +16,7 @@ from cuattn._settings import debug
 
 LIST = 32  # states that one launch of a list takes, as in state.cu
 _CHUNK = 8  # states that one thread has in flight, as in state.cu
-_THREADS = 256
+_THREADS, _SPLIT_THREADS = 128, 512
 _CUDA_TYPES = {_check.FLOAT16: "__half", _check.BFLOAT16: "__nv_bfloat16", _check.FLOAT32: "float"}
 _ENTRIES = {"pair": "pair", "list": "list", "stack": "stack", "ragged": "stack"}
 _VECTORS = (8, 4, 1)  # features of one thread, best first
@@ -36,17 +36,18 @@ class MergePlan:
 def plan_merge(dims: MergeDims, device: _launch.DeviceInfo) -> MergePlan:
     """Choose vector width, block and grid; the result's bits don't depend on the choice.
 
-    One thread per vector of a row and 256 threads a block keep enough loads in flight (bench/LOG.md). With few rows
+    One thread per vector of a row and 128 threads a block keep enough loads in flight (bench/LOG.md). With few rows
     and many states that leaves the device idle, and a block works on a single row, its threads sharing the states.
     """
     vec = next(v for v in _VECTORS if dims.head_dim % v == 0 and _aligned(dims, v))
     features = dims.head_dim // vec
-    per_row = dims.states // dims.rows[0] if dims.form == "ragged" else dims.states  # the mean, if ragged
-    groups = min(_THREADS * 2 // features, 64, -(-per_row // _CHUNK))
-    split = dims.form != "pair" and groups > 1 and dims.num_rows * features < device.num_sms * _THREADS
+    segments = dims.rows[dims.steps[-1]] if dims.form == "ragged" else 1
+    per_row = dims.states // max(segments, 1)  # the mean, if ragged
+    groups = min(_SPLIT_THREADS // features, 64, -(-per_row // _CHUNK))
+    split = dims.form != "pair" and groups > 1 and dims.num_rows * features < device.num_sms * 256
     rows = 1 if split else min(max(_THREADS // features, 1), dims.num_rows)
     block = (features, rows, groups if split else 1)
-    shared = groups * (1 + dims.head_dim) * 4 if split else 0
+    shared = groups * features * (1 + vec) * 4 if split else 0
     plan = MergePlan(_kernel(dims.form, dims.dtypes, vec, split), (-(-dims.num_rows // rows), 1, 1), block, shared)
     debug(1, plan)
     return plan
@@ -64,7 +65,7 @@ def _fits(vec: int, dtype: np.dtype) -> bool:
 
 def _kernel(form: str, dtypes: Sequence[np.dtype], vec: int, split: bool) -> Kernel:
     types = [_CUDA_TYPES[d] for d in dtypes]
-    defines = {"TA": types[0], "TB": types[1], "TO": types[2], "VEC": vec, "SPLIT": int(split)}
+    defines: dict[str, str | int] = {"TA": types[0], "TB": types[1], "TO": types[2], "VEC": vec, "SPLIT": int(split)}
     return Kernel("state.cu", "cuattn_merge_" + _ENTRIES[form], tuple(defines.items()))
 
 
@@ -90,16 +91,14 @@ def _admitted(form: str, a: np.dtype, b: np.dtype, out: np.dtype) -> bool:
 def layout(dims: MergeDims) -> np.void:
     """PairLayout or StackLayout of state.cu."""
     stack = (dims.states, *dims.steps) if dims.form != "pair" else ()
-    return _launch.by_value(_rows(dims), dims.strides, stack)
+    return _launch.by_value(dims.num_rows, *dims.rows[1:], *itertools.chain.from_iterable(dims.strides), *stack)
 
 
 def list_layout(dims: MergeDims, addresses: Sequence[tuple[int, int]]) -> np.void:
     """ListLayout of state.cu; `addresses` of each state's out and lse."""
-    result, states = dims.strides[:2], dims.strides[2:]
-    table = [(*at, *states[2 * n : 2 * n + 2]) for n, at in enumerate(addresses)]
-    unused = (0,) * (2 + 2 * MAX_ROW_AXES) * (LIST - len(table))  # a ListState is two addresses and two times the strides
-    return _launch.by_value(_rows(dims), result, dims.states, *table, unused)
-
-
-def _rows(dims: MergeDims) -> tuple[int, ...]:
-    return (dims.num_rows, *dims.rows[1:])
+    out, lse, *states = dims.strides
+    fields = [dims.num_rows, *dims.rows[1:], *out, *lse, dims.states]
+    size = len(fields) + LIST * 2 * (1 + MAX_ROW_AXES)  # a ListState is two addresses and two times the strides
+    for address, out_at, lse_at in zip(addresses, states[::2], states[1::2]):
+        fields += (*address, *out_at, *lse_at)
+    return _launch.by_value(*fields, size=size)

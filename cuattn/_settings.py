@@ -49,9 +49,8 @@ def _valid(level: str, where: str) -> str:
 
 def debug(level: int, text: object) -> None:
     """Print `text` to stderr if ``CUATTN_DEBUG`` is at least `level`: 1 plans, 2 compilations, 3 sources."""
-    try:
-        wanted = int(os.environ.get("CUATTN_DEBUG", "0") or 0)
-    except ValueError:
-        raise ValueError(f"CUATTN_DEBUG must be 0, 1, 2 or 3; got {os.environ['CUATTN_DEBUG']!r}") from None
-    if wanted >= level:
+    wanted = os.environ.get("CUATTN_DEBUG") or "0"
+    if wanted not in ("0", "1", "2", "3"):
+        raise ValueError(f"CUATTN_DEBUG must be 0, 1, 2 or 3; got {wanted!r}")
+    if int(wanted) >= level:
         print(f"cuattn: {text}", file=sys.stderr)

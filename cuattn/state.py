@@ -17,9 +17,6 @@ from cuattn._call import Call
 from cuattn._dims import MergeDims
 from cuattn._plan_state import LIST, layout, list_layout, plan_merge
 
-_LOG2_E = np.float32(1 / np.log(2.0))
-_LN_2 = np.float32(np.log(2.0))
-
 
 class AttentionState(NamedTuple):
     """Attention over a set of keys; ``a | b`` is the state over the union of two disjoint sets.
@@ -48,6 +45,11 @@ class AttentionState(NamedTuple):
             Gives shape and place, and the dtype if none is given.
         dtype : optional
             Such as ``"float32"``, to accumulate 16-bit states without rounding in between.
+
+        Returns
+        -------
+        AttentionState
+            `out` 0, shaped like `q`; `lse` -inf.
         """
         call = Call("AttentionState.empty_like", {"q": q})
         (spec,) = call.required("q")
@@ -67,10 +69,14 @@ def merge_state(
 
     Parameters
     ----------
-    out_a, out_b : array, (..., head_dim), float16, bfloat16 or float32
-        Of one shape; head_dim 1 to 512, contiguous along it, other strides at will. Of one dtype, or one float32.
-    lse_a, lse_b : array, (...), float32
-        Natural logarithms; -inf marks an empty state, whose `out` is not looked at.
+    out_a : array, (..., head_dim), float16, bfloat16 or float32
+        head_dim 1 to 512, contiguous along it, other strides at will.
+    lse_a : array, (...), float32
+        Natural logarithm; -inf marks an empty state, whose `out` is not looked at.
+    out_b : array, shaped like `out_a`
+        Of its dtype, or one of the two float32.
+    lse_b : array, (...), float32
+        As `lse_a`.
     out, lse : array, optional
         Where to put the result; may be the arrays of `a` or `b`. `out` may be float32 (or, from float32 states, any
         of the dtypes).
@@ -187,23 +193,13 @@ def merge_states_varlen(outs: Any, lses: Any, indptr: Any, *, out: Any = None, l
     return _stack(call, _check_state.ragged(call))
 
 
-def lse_to_base2(lse: Any, *, out: Any = None) -> Any:
-    """Natural logarithms to base-2 ones, as FlashInfer's kernels return them: ``lse * log2(e)``, float32."""
-    return _scaled("lse_to_base2", lse, _LOG2_E, out)
-
-
-def lse_from_base2(lse: Any, *, out: Any = None) -> Any:
-    """Base-2 logarithms, as FlashInfer's kernels return them, to natural ones: ``lse * ln(2)``, float32."""
-    return _scaled("lse_from_base2", lse, _LN_2, out)
-
-
 def _pair(call: Call, a: tuple[str, str], b: tuple[str, str]) -> AttentionState:
     dims = _check_state.pair(call, a, b)
     state = _allocate(call, dims)
     mask = call.arrays.get("mask")
     arrays = [call.arrays[name] for name in (*a, *b)]
     if call.engine is None:
-        return _store(state, reference.merge_state(*arrays), mask)
+        return _store(state, reference.merge_state(*arrays), ... if mask is None else mask)
     if dims.num_rows:
         call.launch(plan_merge(dims, call.info()), [*arrays, mask, *state, layout(dims)])
     return state
@@ -211,14 +207,16 @@ def _pair(call: Call, a: tuple[str, str], b: tuple[str, str]) -> AttentionState:
 
 def _stack(call: Call, dims: MergeDims) -> AttentionState:
     state = _allocate(call, dims)
-    outs, lses, indptr = (call.arrays.get(name) for name in ("outs", "lses", "indptr"))
-    if call.engine is None:
-        merged = (
-            reference.merge_states(outs, lses)
-            if indptr is None
-            else reference.merge_states_varlen(outs, lses, np.clip(indptr, 0, dims.states))
-        )
-        return _store(state, merged, None)
+    outs, lses = call.arrays["outs"], call.arrays["lses"]
+    indptr: Any = call.arrays.get("indptr")
+    if call.engine is None and indptr is None:
+        return _store(state, reference.merge_states(outs, lses))
+    if call.engine is None:  # segment by segment: offsets that don't ascend give empty segments, as in the kernel
+        ends = np.clip(indptr, 0, dims.states)
+        for i, (begin, end) in enumerate(zip(ends[:-1], ends[1:])):
+            out, lse = reference.merge_states(outs[begin:end], lses[begin:end])
+            _store(AttentionState(state.out[i : i + 1], state.lse[i : i + 1]), (out[None], lse[None]))
+        return state
     if dims.num_rows:
         call.launch(plan_merge(dims, call.info()), [outs, lses, indptr, *state, layout(dims)])
     return state
@@ -228,13 +226,14 @@ def _list(outs: Sequence[Any], lses: Sequence[Any], out: Any, lse: Any) -> Atten
     function = "merge_states"
     if not (isinstance(outs, (list, tuple)) and isinstance(lses, (list, tuple)) and len(outs) == len(lses) > 0):
         raise ValueError(f"{function}: outs and lses must be two lists of one length, at least 1, or two arrays")
-    named = {f"outs[{n}]": array for n, array in enumerate(outs)} | {f"lses[{n}]": array for n, array in enumerate(lses)}
+    named = {f"outs[{n}]": array for n, array in enumerate(outs)}
+    named |= {f"lses[{n}]": array for n, array in enumerate(lses)}
     call = Call(function, {**named, "out": out, "lse": lse})
     dims = _check_state.listed(call, len(outs))
     taken = list(call.arrays.values())
     outs, lses = taken[: len(outs)], taken[len(outs) : 2 * len(outs)]
     if call.engine is None:
-        return _store(_allocate(call, dims), reference.merge_states(outs, lses), None)
+        return _store(_allocate(call, dims), reference.merge_states(outs, lses))
     state = _allocate(call, dims)
     if len(outs) > LIST:  # merge pieces of the list into a stack of float32 states, and then that
         pieces = [slice(n, n + LIST) for n in range(0, len(outs), LIST)]
@@ -257,25 +256,8 @@ def _allocate(call: Call, dims: MergeDims) -> AttentionState:
     )
 
 
-def _store(state: AttentionState, merged: tuple[np.ndarray, np.ndarray], mask: np.ndarray | None) -> AttentionState:
-    """Round the float64 result of the reference into the arrays of `state`, where `mask` (if any) is set."""
-    where = ... if mask is None else mask
-    state.out[where] = merged[0][where].astype(state.out.dtype)
-    state.lse[where] = merged[1][where].astype(state.lse.dtype)
+def _store(state: AttentionState, merged: tuple[np.ndarray, np.ndarray], mask: Any = ...) -> AttentionState:
+    """Round the float64 result of the reference into the arrays of `state`, in the rows of `mask`."""
+    state.out[mask] = merged[0][mask].astype(state.out.dtype)
+    state.lse[mask] = merged[1][mask].astype(state.lse.dtype)
     return state
-
-
-def _scaled(function: str, lse: Any, factor: np.float32, out: Any) -> Any:
-    """`lse` times a constant, in float32."""
-    call = Call(function, {"lse": lse, "out": out})
-    (spec,) = call.required("lse")
-    _check.dtype(f"{function}: lse", spec, [_check.FLOAT32])
-    lse, out = call.arrays["lse"], call.arrays["out"]
-    if out is None:
-        return lse * factor
-    out_spec = call.spec("out")
-    assert out_spec is not None
-    _check.dtype(f"{function}: out", out_spec, [_check.FLOAT32])
-    _check.shape(f"{function}: out", out_spec, spec.shape, "lse.shape")
-    out[...] = lse * factor
-    return out

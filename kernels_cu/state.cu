@@ -5,7 +5,7 @@
 //            out[n] = sum_s exp(lse_s[n] - lse[n]) out_s[n]          (0    if every state is empty)
 // Shapes   out_s (rows, D) TA or TB read    lse_s (rows) f32 read    rows = up to four axes with strides of their own;
 //          out   (rows, D) TO      written  lse   (rows) f32 written  the last axis of out_s and out is contiguous
-// Work     threadIdx.x owns VEC neighbouring features of a row, threadIdx.y is the row in the block.
+// Work     threadIdx.x owns VEC neighbouring features of a row, threadIdx.y its row.
 //          SPLIT = 1, for few rows with many states: a block is one row, threadIdx.z takes chunks of its states in turn.
 // Bits     The maximum first; then chunks of CHUNK states are summed in order, and the chunk sums in order. So neither
 //          SPLIT nor the grid changes a bit, and two states give the same bits as a pair, a list or a stack.
@@ -24,7 +24,8 @@ using TB = CUATTN_TB;
 using TO = CUATTN_TO;
 constexpr int VEC = CUATTN_VEC;          // features per thread: 16 bytes where size and alignment allow
 constexpr bool SPLIT = CUATTN_SPLIT;
-constexpr int THREADS = 512;
+constexpr int THREADS = SPLIT || VEC == 1 ? 512 : 128, MAX_GROUPS = 64;
+constexpr int BLOCKS = SPLIT ? 1 : VEC == 1 ? 2 : 5;     // per multiprocessor; leaves the registers that CHUNK loads need
 constexpr int CHUNK = 8;                 // states in flight per thread; part of the arithmetic, not of the tile
 constexpr int LIST = 32;                 // states in one launch of a list: 80 bytes each of the 4 KB of parameters
 
@@ -32,10 +33,11 @@ struct PairLayout { Rows rows; RowStrides out_a, lse_a, out_b, lse_b, mask, out,
 struct ListState { const TA* out; const float* lse; RowStrides out_at, lse_at; };
 struct ListLayout { Rows rows; RowStrides out, lse; int64 states; ListState state[LIST]; };
 struct StackLayout {
-    Rows rows;                           // ragged: size0 segments
-    RowStrides outs, lses, out, lse;     // ragged: outs.s0 = lses.s0 = 0, the start of the segment takes their place
+    Rows rows;                           // ragged: one axis is the segment
+    RowStrides outs, lses, out, lse;     // ragged: outs and lses have stride 0 there, the segment's start counts instead
     int64 states, outs_step, lses_step;  // from one state to the next
     int64 index_bytes, index_step;       // indptr: 4 or 8 bytes an entry, 0 if the stack is not ragged
+    int64 segment_axis;
 };
 
 __device__ __forceinline__ int64 my_row() { return int64(blockIdx.x) * blockDim.y + threadIdx.y; }
@@ -57,66 +59,88 @@ __device__ __forceinline__ void store(const State<VEC>& state, TO* out, float* l
 extern "C" __global__ void __launch_bounds__(THREADS)
 cuattn_merge_pair(const TA* out_a, const float* lse_a, const TB* out_b, const float* lse_b, const unsigned char* mask,
                   TO* out, float* lse, const __grid_constant__ PairLayout at) {
-    const bool mine = my_row() < at.rows.count;
-    const RowIndex i = at.rows.split(mine ? my_row() : 0);
-    const float la = lse_a[at.lse_a.offset(i)], lb = lse_b[at.lse_b.offset(i)];
-    Packed<TA, VEC> a;
-    Packed<TB, VEC> b;
-    a.load(out_a + at.out_a.offset(i) + my_feature());
-    b.load(out_b + at.out_b.offset(i) + my_feature());
-    const bool write = mine && (mask == nullptr || mask[at.mask.offset(i)]);
-    State<VEC> state = State<VEC>::empty(fmaxf(la, lb));
-    float x[VEC];
-    a.unpack(x);
-    state.add(la, x);
-    b.unpack(x);
-    state.add(lb, x);
-    store(state, out + at.out.offset(i) + my_feature(), lse + at.lse.offset(i), write);
-}
-
-// The largest lse of my row's states [begin, end); with SPLIT by all threads of the block together.
-template <typename LoadLse> __device__ __forceinline__ float largest(int64 begin, int64 end, const LoadLse& load_lse) {
-    float top = -INFINITY;
-    const int width = SPLIT ? blockDim.x * blockDim.z : 1;
-    const int rank = SPLIT ? threadIdx.z * blockDim.x + threadIdx.x : 0;
-#pragma unroll 8
-    for (int64 s = begin + rank; s < end; s += width) top = fmaxf(top, load_lse(s));
-    if constexpr (SPLIT) {
-        __shared__ float tops[THREADS];
-        tops[rank] = top;
-        __syncthreads();
-        for (int n = width; n > 1; n = (n + 1) / 2) {              // any width, not only powers of two
-            if (rank < n / 2) tops[rank] = fmaxf(tops[rank], tops[rank + (n + 1) / 2]);
-            __syncthreads();
+    const auto merge = [&](const RowIndex& i) {
+        float la = -INFINITY, lb = -INFINITY;
+        Packed<TA, VEC> a;
+        Packed<TB, VEC> b;
+        bool write = my_row() < at.rows.count;
+        if (write) {
+            la = lse_a[at.lse_a.offset(i)], lb = lse_b[at.lse_b.offset(i)];
+            a.load(out_a + at.out_a.offset(i) + my_feature());
+            b.load(out_b + at.out_b.offset(i) + my_feature());
+            if (mask != nullptr) write = mask[at.mask.offset(i)];
         }
-        top = tops[0];
-    }
-    return top;
+        float wa, wb, x[VEC];
+        state_weights(la, lb, wa, wb);
+        State<VEC> state = State<VEC>::empty(fmaxf(la, lb));
+        a.unpack(x);
+        state.add_weighted(wa, la == -INFINITY, x);
+        b.unpack(x);
+        state.add_weighted(wb, lb == -INFINITY, x);
+        store(state, out + at.out.offset(i) + my_feature(), lse + at.lse.offset(i), write);
+    };
+    // Here instructions limit and not only memory: a copy of the code for one axis is 10 % faster (bench/LOG.md).
+    if (at.rows.one_axis()) merge({0, 0, 0, my_row(), 1});
+    else merge(at.rows.split(my_row()));
 }
 
-// The states [begin, end) of my row, chunk by chunk; with SPLIT only threadIdx.z == 0 has the result.
-template <typename LoadLse, typename LoadOut>
-__device__ __forceinline__ State<VEC> merge_range(int64 begin, int64 end, const LoadLse& load_lse, const LoadOut& load_out) {
-    extern __shared__ float sums[];                                // SPLIT: [blockDim.z, 1 + D], weights and features
-    const int width = SPLIT ? blockDim.z : 1, pitch = 1 + blockDim.x * VEC;
+// The largest value of the block, where the threads of one threadIdx.z agree already.
+__device__ __forceinline__ float block_max(float x) {
+    __shared__ float tops[MAX_GROUPS];
+    if (threadIdx.x == 0) tops[threadIdx.z] = x;
+    __syncthreads();
+    for (int g = 0; g < blockDim.z; ++g) x = fmaxf(x, tops[g]);
+    return x;
+}
+
+// state += the chunks of all threadIdx.z, in order; threadIdx.z == 0 keeps it. Empty chunks change no bit.
+__device__ __forceinline__ void add_in_order(State<VEC>& state, const State<VEC>& chunk) {
+    extern __shared__ float sums[];                                // [1 + VEC, blockDim.z, blockDim.x]
+    const int plane = blockDim.z * blockDim.x, mine = threadIdx.z * blockDim.x + threadIdx.x;
+    sums[mine] = chunk.sum;
+#pragma unroll
+    for (int d = 0; d < VEC; ++d) sums[(1 + d) * plane + mine] = chunk.acc[d];
+    __syncthreads();
+    if (threadIdx.z == 0) {
+        for (int g = 0; g < blockDim.z; ++g) {
+            State<VEC> other;
+            other.sum = sums[g * blockDim.x + threadIdx.x];
+#pragma unroll
+            for (int d = 0; d < VEC; ++d) other.acc[d] = sums[(1 + d) * plane + g * blockDim.x + threadIdx.x];
+            state.add_same_max(other);
+        }
+    }
+    __syncthreads();
+}
+
+// `count` states of my row, `from` says where; with SPLIT only threadIdx.z == 0 has the result.
+template <typename Source> __device__ __forceinline__ State<VEC> merge_range(int count, const Source& from) {
+    const int groups = SPLIT ? blockDim.z : 1, group = SPLIT ? threadIdx.z : 0;
     State<VEC> state = State<VEC>::empty();
-    if (end - begin > CHUNK) state.max = largest(begin, end, load_lse);
-    for (int64 s0 = begin; s0 < end; s0 += CHUNK * width) {
-        const int64 s = s0 + (SPLIT ? threadIdx.z * CHUNK : 0);
+    for (int round = 0; round < count; round += groups * CHUNK) {
+        // 1. All loads of my chunk.
+        const int first = round + group * CHUNK;
         float l[CHUNK];
         Packed<TA, VEC> packed[CHUNK];
+        auto at = from.state(first);
 #pragma unroll
-        for (int c = 0; c < CHUNK; ++c) {                          // all loads first, then the arithmetic
+        for (int c = 0; c < CHUNK; ++c) {
             l[c] = -INFINITY;
-            if (s + c < end) {
-                l[c] = load_lse(s + c);
-                packed[c].load(load_out(s + c));
+            if (first + c < count) {
+                l[c] = *at.lse();
+                packed[c].load(at.out() + my_feature());
+                at.next();
             }
         }
-        if (end - begin <= CHUNK) {                                // one chunk: the maximum comes with it
+        // 2. The maximum of all states, while the first loads are under way.
+        if (round == 0) {
+            float top = -INFINITY;
+            for (int s = groups * CHUNK + group; s < count; s += groups) top = fmaxf(top, *from.state(s).lse());
 #pragma unroll
-            for (int c = 0; c < CHUNK; ++c) state.max = fmaxf(state.max, l[c]);
+            for (int c = 0; c < CHUNK; ++c) top = fmaxf(top, l[c]);
+            state.max = SPLIT ? block_max(top) : top;
         }
+        // 3. Sum up my chunk, then add the chunks in order.
         State<VEC> chunk = State<VEC>::empty(state.max);
 #pragma unroll
         for (int c = 0; c < CHUNK; ++c) {
@@ -124,60 +148,74 @@ __device__ __forceinline__ State<VEC> merge_range(int64 begin, int64 end, const 
             packed[c].unpack(x);
             chunk.add(l[c], x);
         }
-        if constexpr (!SPLIT) {
-            state.sum = __fadd_rn(state.sum, chunk.sum);
-#pragma unroll
-            for (int d = 0; d < VEC; ++d) state.acc[d] = __fadd_rn(state.acc[d], chunk.acc[d]);
-        } else {
-            float* mine = sums + threadIdx.z * pitch;
-            if (threadIdx.x == 0) mine[0] = chunk.sum;
-#pragma unroll
-            for (int d = 0; d < VEC; ++d) mine[1 + d * blockDim.x + threadIdx.x] = chunk.acc[d];
-            __syncthreads();
-            if (threadIdx.z == 0) {                                // chunks past the end are empty and change no bit
-                for (int g = 0; g < width; ++g) {
-                    state.sum = __fadd_rn(state.sum, sums[g * pitch]);
-#pragma unroll
-                    for (int d = 0; d < VEC; ++d)
-                        state.acc[d] = __fadd_rn(state.acc[d], sums[g * pitch + 1 + d * blockDim.x + threadIdx.x]);
-                }
-            }
-            __syncthreads();
-        }
+        if constexpr (SPLIT) add_in_order(state, chunk);
+        else state.add_same_max(chunk);
     }
     return state;
 }
 
 // Up to LIST states, each wherever it lies.
-extern "C" __global__ void __launch_bounds__(THREADS)
+struct ListSource {
+    struct Cursor {
+        const ListState* at;
+        const RowIndex& row;
+        __device__ __forceinline__ const float* lse() const { return at->lse + at->lse_at.offset(row); }
+        __device__ __forceinline__ const TA* out() const { return at->out + at->out_at.offset(row); }
+        __device__ __forceinline__ void next() { ++at; }
+    };
+    const ListState* states;
+    const RowIndex& row;
+    __device__ __forceinline__ Cursor state(int s) const { return {states + s, row}; }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 cuattn_merge_list(TO* out, float* lse, const __grid_constant__ ListLayout at) {
     const bool mine = my_row() < at.rows.count;
-    const RowIndex i = at.rows.split(mine ? my_row() : 0);
-    const State<VEC> state = merge_range(
-        0, at.states, [&](int64 s) { return at.state[s].lse[at.state[s].lse_at.offset(i)]; },
-        [&](int64 s) { return at.state[s].out + at.state[s].out_at.offset(i) + my_feature(); });
+    const RowIndex i = at.rows.split(my_row());
+    const State<VEC> state = merge_range(mine ? at.states : 0, ListSource{at.state, i});
     store(state, out + at.out.offset(i) + my_feature(), lse + at.lse.offset(i), mine && threadIdx.z == 0);
 }
 
-// A stack of states: every row merges all of them, or, ragged, row (segment, ...) the states indptr[segment] to
-// indptr[segment + 1] - 1. Whatever indptr holds, nothing outside the stack is read.
-extern "C" __global__ void __launch_bounds__(THREADS)
+// A stack of states: every row merges all of them, or, ragged, a row of segment n the states indptr[n] to
+// indptr[n + 1] - 1. Whatever indptr holds, nothing outside the stack is read.
+struct StackSource {
+    struct Cursor {
+        const TA* out_at;
+        const float* lse_at;
+        int64 outs_step, lses_step;
+        __device__ __forceinline__ const float* lse() const { return lse_at; }
+        __device__ __forceinline__ const TA* out() const { return out_at; }
+        __device__ __forceinline__ void next() { out_at += outs_step, lse_at += lses_step; }
+    };
+    Cursor first;
+    __device__ __forceinline__ Cursor state(int s) const {
+        Cursor cursor = first;
+        cursor.out_at += s * first.outs_step;
+        cursor.lse_at += s * first.lses_step;
+        return cursor;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 cuattn_merge_stack(const TA* outs, const float* lses, const void* indptr, TO* out, float* lse,
                    const __grid_constant__ StackLayout at) {
     const bool mine = my_row() < at.rows.count;
-    const RowIndex i = at.rows.split(mine ? my_row() : 0);
-    int64 begin = 0, end = at.states;
-    if (at.index_bytes) {
+    const RowIndex i = at.rows.split(my_row());
+    TO* my_out = out + at.out.offset(i) + my_feature();
+    float* my_lse = lse + at.lse.offset(i);
+    StackSource from{{outs + at.outs.offset(i), lses + at.lses.offset(i), at.outs_step, at.lses_step}};
+    int64 count = mine ? at.states : 0;
+    if (at.index_bytes && mine) {
         const auto entry = [&](int64 n) -> int64 {
             return at.index_bytes == 8 ? static_cast<const int64*>(indptr)[n * at.index_step]
                                        : static_cast<const int*>(indptr)[n * at.index_step];
         };
-        begin = max(begin, entry(i.i0));
-        end = min(end, entry(i.i0 + 1));
+        const int64 axis = at.segment_axis, segment = axis == 3 ? i.i3 : axis == 2 ? i.i2 : axis == 1 ? i.i1 : i.i0;
+        const int64 begin = max(entry(segment), int64(0)), end = min(entry(segment + 1), at.states);
+        from.first.out_at += begin * at.outs_step;
+        from.first.lse_at += begin * at.lses_step;
+        count = max(end - begin, int64(0));
     }
-    const float* my_lses = lses + at.lses.offset(i);
-    const TA* my_outs = outs + at.outs.offset(i) + my_feature();
-    const State<VEC> state = merge_range(begin, end, [&](int64 s) { return my_lses[s * at.lses_step]; },
-                                         [&](int64 s) { return my_outs + s * at.outs_step; });
-    store(state, out + at.out.offset(i) + my_feature(), lse + at.lse.offset(i), mine && threadIdx.z == 0);
+    const State<VEC> state = merge_range(int(count), from);
+    store(state, my_out, my_lse, mine && threadIdx.z == 0);
 }

@@ -18,6 +18,13 @@ __device__ __forceinline__ float state_weight(float lse, float max) {
     return expf(lse - (max == -INFINITY ? 0.f : max));
 }
 
+// Weights of two states relative to the larger lse: 1 and exp(-|difference|). The same bits as from state_weight.
+__device__ __forceinline__ void state_weights(float lse_a, float lse_b, float& a, float& b) {
+    const float smaller = expf(-fabsf(lse_a - lse_b));
+    a = lse_a == -INFINITY ? 0.f : lse_a >= lse_b ? 1.f : smaller;
+    b = lse_b == -INFINITY ? 0.f : lse_b >= lse_a ? 1.f : smaller;
+}
+
 // State<N>: N features of a merge in progress, not yet divided by the sum of the weights.
 template <int N> struct State {
     float max, sum, acc[N];              // lse = max + log(sum), out = acc / sum
@@ -33,18 +40,28 @@ template <int N> struct State {
 
     // Adds the finished state (lse, out); `max` must cover its lse already.
     __device__ __forceinline__ void add(float lse, const float (&out)[N]) {
-        if (lse == -INFINITY) return;
-        const float w = state_weight(lse, max);
-        sum = __fadd_rn(sum, w);
+        add_weighted(state_weight(lse, max), lse == -INFINITY, out);
+    }
+
+    __device__ __forceinline__ void add_weighted(float weight, bool none, const float (&out)[N]) {
+        sum = __fadd_rn(sum, weight);
+        // Selected and not branched around: the compiler would move the loads of `out` behind the branch.
 #pragma unroll
-        for (int d = 0; d < N; ++d) acc[d] = __fadd_rn(acc[d], __fmul_rn(w, out[d]));
+        for (int d = 0; d < N; ++d) acc[d] = __fadd_rn(acc[d], none ? -0.f : __fmul_rn(weight, out[d]));
+    }
+
+    // Adds a merge in progress over other keys that has the same max.
+    __device__ __forceinline__ void add_same_max(const State& other) {
+        sum = __fadd_rn(sum, other.sum);
+#pragma unroll
+        for (int d = 0; d < N; ++d) acc[d] = __fadd_rn(acc[d], other.acc[d]);
     }
 
     // Adds a merge in progress over other keys, whatever its max.
     __device__ __forceinline__ void merge(const State& other) {
-        const float top = fmaxf(max, other.max);
-        const float a = state_weight(max, top), b = state_weight(other.max, top);
-        max = top;
+        float a, b;
+        state_weights(max, other.max, a, b);
+        max = fmaxf(max, other.max);
         sum = __fadd_rn(__fmul_rn(sum, a), __fmul_rn(other.sum, b));
 #pragma unroll
         for (int d = 0; d < N; ++d) acc[d] = __fadd_rn(__fmul_rn(acc[d], a), __fmul_rn(other.acc[d], b));
@@ -52,10 +69,11 @@ template <int N> struct State {
 
     // The finished state. sum is 0 only if nothing was added (the largest weight is 1); it is NaN if a lse was NaN.
     __device__ __forceinline__ void finish(float& lse, float (&out)[N]) const {
-        const float scale = sum == 0.f ? 0.f : __fdiv_rn(1.f, sum);
+        // Nothing added: acc is -0, and -0 * -0 = 0. A single state: exactly 1, whatever the fast division does.
+        const float scale = sum == 0.f ? -0.f : sum == 1.f ? 1.f : __fdividef(1.f, sum);
         lse = sum == 0.f ? -INFINITY : sum == 1.f ? max : max + logf(sum);   // -0 + log(1) would be +0
 #pragma unroll
-        for (int d = 0; d < N; ++d) out[d] = sum == 0.f ? 0.f : __fmul_rn(acc[d], scale);
+        for (int d = 0; d < N; ++d) out[d] = __fmul_rn(acc[d], scale);
     }
 };
 

@@ -10,6 +10,7 @@ each leading index is a state of its own. Everything here is computed and return
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -115,7 +116,7 @@ def merge_states_varlen(outs: ArrayLike, lses: ArrayLike, indptr: ArrayLike) -> 
             f" got {ends[1:-1]}"
         )
     out, lse = empty_state(len(indptr) - 1, *outs.shape[1:])
-    for i, (first, last) in enumerate(zip(indptr[:-1], indptr[1:], strict=True)):
+    for i, (first, last) in enumerate(pairwise(indptr.tolist())):
         out[i], lse[i] = merge_states(outs[first:last], lses[first:last])
     return out, lse
 
@@ -151,7 +152,7 @@ def lse_from_base2(lse: ArrayLike) -> NDArray[np.float64]:
 def _merge(outs: NDArray, lses: NDArray) -> State:
     """Merge along axis 0. The weights are exp(lse - largest), so at least one is 1 and none overflows."""
     empty = np.isneginf(lses)
-    none = empty.all(axis=0)
+    none = np.asarray(empty.all(axis=0))
     shift = np.where(none, 0.0, lses.max(axis=0, initial=-np.inf))  # -inf - -inf would be NaN
     weights = np.exp(lses - shift)
     total = np.where(none, 1.0, weights.sum(axis=0))

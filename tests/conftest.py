@@ -21,6 +21,9 @@ os.environ.setdefault("CUATTN_CHECK", "values")
 if not SIMULATOR:
     from tests.backends import BACKENDS
 
+    if "gpu" not in BACKENDS:
+        collect_ignore.append("test_gpu.py")
+
     def pytest_report_header(config: pytest.Config) -> str:
         return f"cuattn backends: {', '.join(BACKENDS)}"
 

@@ -206,7 +206,7 @@ def test_nan_and_inf_reach_the_rows_that_see_their_key_and_no_other(case, poison
     out, lse = reference.attention(q, k, v, **options)
     eta, _, value = bounds((q, k, v), options)
     bad = np.random.default_rng(case["seed"]).random(k.shape[1]) < 0.4
-    {"k": k, "v": v}[into][:, bad, :, 0] = poison
+    {"k": k, "v": v[..., :1]}[into][:, bad] = poison
     hit = visible[..., bad].any(axis=3).transpose(0, 2, 1)
     with np.errstate(invalid="ignore" if hit.any() else "raise"):
         got_out, got_lse = reference.attention(q, k, v, **options)
@@ -256,8 +256,10 @@ def test_lengths_of_the_hugging_face_page():  # varlen, causal: queries [10, 3, 
         q, k = np.ones((1, seqlen_q, 2, 8)), np.ones((1, seqlen_k, 2, 8))
         out, lse = reference.attention(q, k, k, causal=True)
         empty = np.arange(seqlen_q) < rows_without_key
-        assert (out[0, empty] == 0).all() and (lse[0, empty] == -np.inf).all()
-        assert (out[0, ~empty] == 1).all() and np.isfinite(lse[0, ~empty]).all()
+        assert (out[0, empty] == 0).all()
+        assert (lse[0, empty] == -np.inf).all()
+        assert (out[0, ~empty] == 1).all()
+        assert np.isfinite(lse[0, ~empty]).all()
 
 
 @pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k"), [(0, 2, 3), (2, 0, 3), (2, 3, 0), (0, 0, 0)])
@@ -324,7 +326,8 @@ def test_varlen_rows_are_the_merges_of_their_runs(case, ends, dtype):
     outs, lses = case
     indptr = np.sort(np.minimum(ends, len(outs))).astype(dtype)
     out, lse = reference.merge_states_varlen(outs, lses, indptr)
-    assert out.shape == (len(ends) - 1, *outs.shape[1:]) and lse.shape == out.shape[:-1]
+    assert out.shape == (len(ends) - 1, *outs.shape[1:])
+    assert lse.shape == out.shape[:-1]
     for i, run in enumerate(map(slice, indptr[:-1], indptr[1:])):
         assert_same_bits((out[i], lse[i]), reference.merge_states(outs[run], lses[run]))
 

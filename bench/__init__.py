@@ -1,0 +1,1 @@
+"""Benches: one module per operation, each only cases and formulas; `bench.harness` does the rest."""
