@@ -1,6 +1,8 @@
 """Attention on CuPy and NumPy arrays, computed in pieces that merge exactly."""
 
+import importlib as _importlib
 from pathlib import Path as _Path
+from typing import Any as _Any
 
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "kernels_cu").is_dir() and (_root / "setup.cfg").is_file():
@@ -31,3 +33,9 @@ __all__ = [
     "merge_states",
     "merge_states_varlen",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    if name in ("numba", "testing"):  # imported when they are first used: they need more packages
+        return _importlib.import_module(f"cuattn.{name}")
+    raise AttributeError(f"module 'cuattn' has no attribute {name!r}")

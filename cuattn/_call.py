@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,9 @@ class Plan(Protocol):
 class Call:
     """The arguments of a call as NumPy or CuPy arrays, taken without a copy.
 
+    An array that has only ``__cuda_array_interface__`` and names a stream there makes CuPy wait for that stream; DLPack
+    orders the streams on the device.
+
     Raises
     ------
     TypeError
@@ -71,12 +75,15 @@ class Call:
 
     @functools.cached_property
     def specs(self) -> dict[str, ArraySpec | None]:
-        """A spec of each argument; the address of a NumPy array matters to nobody, so it is not asked for."""
-        address = _no_address if self.engine is None else self.engine.address
+        """A spec of each argument."""
         return {
-            name: None if a is None else ArraySpec(a.shape, a.strides, a.dtype, _alignment(address(a)))
+            name: None if a is None else ArraySpec(a.shape, a.strides, a.dtype, _alignment(self.address(a)))
             for name, a in self.arrays.items()
         }
+
+    def address(self, array: Any) -> int:
+        """Where an array begins."""
+        return array.__array_interface__["data"][0] if self.engine is None else self.engine.address(array)
 
     def required(self, *names: str) -> tuple[ArraySpec, ...]:
         """The specs of arguments that can't be None."""
@@ -101,6 +108,14 @@ class Call:
         """An argument as a NumPy array; waits for the device. For checking values only."""
         array = self.arrays[name]
         return array if self.engine is None else self.engine.to_host(array)
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it, what CuPy does by itself happens on the arrays' device and its current stream."""
+        return contextlib.nullcontext() if self.engine is None else self.engine.on(self.device)
+
+    def capturing(self) -> bool:
+        """Whether the work goes into a CUDA graph instead of running now."""
+        return self.engine is not None and self.engine.capturing(self.device)
 
     def launch(self, plan: Plan, args: Sequence[Any]) -> None:
         """Run a kernel on the current stream of the arrays' device."""
@@ -139,10 +154,6 @@ class Call:
 
 def _place(device: int) -> str:
     return "the host" if device == -1 else f"device {device}"
-
-
-def _no_address(array: np.ndarray) -> int:
-    return 0
 
 
 def _alignment(address: int) -> int:

@@ -33,7 +33,7 @@ def dtype(where: str, spec: ArraySpec, allowed: Iterable[np.dtype]) -> None:
     if spec.dtype not in (allowed := tuple(allowed)):
         names = [d.name for d in allowed]
         rule = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-        raise TypeError(f"{where} must be {rule}; got {spec.dtype.name}")
+        raise TypeError(f"{where} must be {rule}; got {spec.dtype}")
 
 
 def shape(where: str, spec: ArraySpec, expected: tuple[int, ...], rule: str) -> None:
@@ -120,30 +120,28 @@ def overlap(a: ArraySpec, address_a: int, b: ArraySpec, address_b: int) -> bool:
 
 
 def outputs(call: Call, same: Mapping[str, tuple[str, ...]]) -> None:
-    """`out` and `lse`, if given, can be written and overlap nothing, except an input in `same` that lies exactly there.
+    """The outputs in `same`, if given, can be written and overlap nothing but the inputs that it lists for them.
 
-    A stack of inputs may have the output as one of its members.
+    Those they may lie on exactly; a stack of inputs may have the output as one of its members.
     """
-    for output in ("out", "lse"):
+    for output in same:
         array = call.arrays[output]
         if array is None:
             continue
         if isinstance(array, np.ndarray) and not array.flags.writeable:
             raise ValueError(f"{call.function}: {output} must be writeable; got a read-only array")
-        if call.engine is None:
-            continue  # the reference reads everything before it writes
         (spec,) = call.required(output)
-        address = call.engine.address(array)
+        address = call.address(array)
         low, high = (address + end for end in extent(spec))
         for name, other in call.arrays.items():
             other_spec = call.specs[name]
-            if other_spec is None or name == output or (name, output) == ("out", "lse"):
+            if other_spec is None or name == output:
                 continue
-            other_address = call.engine.address(other)
+            other_address = call.address(other)
             other_low, other_high = extent(other_spec)
             if high <= other_address + other_low or other_address + other_high <= low:
                 continue  # the usual case, decided here for its speed
-            allowed = name in same.get(output, ())
+            allowed = name in same[output]
             if allowed and _lies_on(spec, address, other_spec, other_address):
                 continue
             if overlap(spec, address, other_spec, other_address):
@@ -154,12 +152,17 @@ def outputs(call: Call, same: Mapping[str, tuple[str, ...]]) -> None:
 def _lies_on(spec: ArraySpec, address: int, other: ArraySpec, other_address: int) -> bool:
     if spec.dtype != other.dtype:
         return False
-    if (spec.shape, spec.strides) == (other.shape, other.strides):
+    if _same_axes(spec.shape, spec.strides, other.shape, other.strides):
         return address == other_address
-    if (spec.shape, spec.strides) == (other.shape[1:], other.strides[1:]) and other.strides[0]:
+    if _same_axes(spec.shape, spec.strides, other.shape[1:], other.strides[1:]) and other.strides[0]:
+        distinct_elements("a stack with the result as one of its states", other)
         member, rest = divmod(address - other_address, other.strides[0])
         return rest == 0 and 0 <= member < other.shape[0]
     return False
+
+
+def _same_axes(a: tuple[int, ...], strides_a: tuple[int, ...], b: tuple[int, ...], strides_b: tuple[int, ...]) -> bool:
+    return a == b and all(s == t for n, s, t in zip(a, strides_a, strides_b) if n > 1)
 
 
 def alignment(spec: ArraySpec, axes: Iterable[int]) -> int:

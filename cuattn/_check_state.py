@@ -11,7 +11,6 @@ from cuattn import _check
 from cuattn._call import ArraySpec, Call
 from cuattn._check import FLOAT32, FLOATS
 from cuattn._dims import MAX_ROW_AXES, MergeDims, Strides, collapse, pad_front
-from cuattn._settings import checks_values
 
 Names = tuple[str, str]  # of the `out` and the `lse` of a state, for messages
 State = tuple[ArraySpec, ...]  # their specs
@@ -44,13 +43,13 @@ def stack(call: Call) -> MergeDims:
     return dims
 
 
-def ragged(call: Call) -> MergeDims:
-    """States along axis 0 in segments, whose offsets are `indptr`."""
+def ragged(call: Call, values: bool) -> MergeDims:
+    """States along axis 0 in segments, whose offsets are `indptr`; they are looked at if `values`."""
     dims = _stack(call.function, *call.required("outs", "lses", "indptr"), call.specs["out"], call.specs["lse"])
-    if checks_values():
+    if values:
         where = f"{call.function}: indptr"
         _check.ascending_offsets(where, call.to_host("indptr"), dims.states, "outs.shape[0]")
-    _check.outputs(call, {})
+    _check.outputs(call, {"out": (), "lse": ()})
     return dims
 
 
@@ -104,6 +103,8 @@ def _stack(
     where = f"{function}: "
     _check.axes(where + "outs", outs, ("states", "...", "head_dim"))
     _state(where, ("outs", "lses"), (outs, lses))
+    if outs.shape[0] >= 2**31 - 2**16:  # the kernel counts states in 32 bits, in steps of up to 512
+        raise ValueError(f"{where}outs.shape[0] must be less than 2**31 - 2**16; got {outs.shape[0]}")
     strides = _strides(where, ("outs", "lses"), (outs, lses))
     steps = tuple(s[0] for s in strides)
     inner = [s[1:] for s in strides]

@@ -32,6 +32,8 @@ class Engine(Protocol):
     def info(self, device: int) -> DeviceInfo: ...
     def empty(self, shape: tuple[int, ...], dtype: Any, device: int) -> Any: ...
     def to_host(self, array: Any) -> np.ndarray: ...
+    def on(self, device: int) -> contextlib.AbstractContextManager[Any]: ...
+    def capturing(self, device: int) -> bool: ...
     def from_dlpack(self, array: Any) -> Any: ...
     def from_cuda_array_interface(self, array: Any) -> Any: ...
     def launch(
@@ -86,7 +88,7 @@ class CupyEngine:
         return self._infos[device]
 
     def empty(self, shape: tuple[int, ...], dtype: Any, device: int) -> Any:
-        with self._on(device):
+        with self.on(device):
             return self._cupy.ndarray(shape, dtype)
 
     def to_host(self, array: Any) -> np.ndarray:
@@ -108,7 +110,7 @@ class CupyEngine:
         device: int,
     ) -> None:
         refuse_bare_numbers(kernel, args)
-        with self._on(device):
+        with self.on(device):
             function = self._functions.get((device, kernel)) or self._load(device, kernel)
             self._nvtx.RangePush(kernel.entry)
             try:
@@ -126,10 +128,14 @@ class CupyEngine:
             "shared": driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr),
         }
 
-    def _on(self, device: int) -> contextlib.AbstractContextManager[Any]:
+    def on(self, device: int) -> contextlib.AbstractContextManager[Any]:
         if self._cupy.cuda.runtime.getDevice() == device:
             return _NOTHING
         return self._cupy.cuda.Device(device)
+
+    def capturing(self, device: int) -> bool:
+        with self.on(device):
+            return self._cupy.cuda.get_current_stream().is_capturing()
 
     def _load(self, device: int, kernel: Kernel) -> Any:
         with self._lock, self._cupy.cuda.Device(device):
@@ -142,9 +148,9 @@ class CupyEngine:
                 driver = _driver()
                 most = self._cupy.cuda.runtime.getDeviceProperties(device)["sharedMemPerBlockOptin"]
                 if most > 48 << 10:  # above 48 KB a kernel must ask; once per device is enough
-                    most -= binary.resources[kernel.entry].shared if kernel.entry in binary.resources else 0
+                    static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
                     attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                    driver.funcSetAttribute(function.ptr, attribute, most)
+                    driver.funcSetAttribute(function.ptr, attribute, most - static)
                 self._functions[device, kernel] = function
             return self._functions[device, kernel]
 

@@ -26,7 +26,7 @@ def lse_to_base2(lse: Any, *, out: Any = None) -> Any:
     Returns
     -------
     array, like `lse`
-        ``lse * log2(e)``, rounded twice.
+        ``lse * log2(e)``, rounded twice; on a device subnormal results become 0.
     """
     return _scaled("lse_to_base2", lse, _LOG2_E, out)
 
@@ -44,7 +44,7 @@ def lse_from_base2(lse: Any, *, out: Any = None) -> Any:
     Returns
     -------
     array, like `lse`
-        ``lse * ln(2)``, rounded twice.
+        ``lse * ln(2)``, rounded twice; on a device subnormal results become 0.
     """
     return _scaled("lse_from_base2", lse, _LN_2, out)
 
@@ -54,13 +54,15 @@ def _scaled(function: str, lse: Any, factor: np.float32, out: Any) -> Any:
     call = Call(function, {"lse": lse, "out": out})
     (spec,) = call.required("lse")
     _check.dtype(f"{function}: lse", spec, [_check.FLOAT32])
-    lse, out = call.arrays["lse"], call.arrays["out"]
     if out is None:
-        return lse * factor
-    (out_spec,) = call.required("out")
-    _check.dtype(f"{function}: out", out_spec, [_check.FLOAT32])
-    _check.shape(f"{function}: out", out_spec, spec.shape, "lse.shape")
-    if out is not lse:
-        out[...] = lse
-    out *= factor
+        out = call.empty(spec.shape, _check.FLOAT32)
+    else:
+        (out_spec,) = call.required("out")
+        _check.dtype(f"{function}: out", out_spec, [_check.FLOAT32])
+        _check.shape(f"{function}: out", out_spec, spec.shape, "lse.shape")
+        _check.distinct_elements(f"{function}: out", out_spec)
+        _check.outputs(call, {"out": ("lse",)})
+        out = call.arrays["out"]
+    with call.on_device():
+        np.multiply(call.arrays["lse"], factor, out=out)  # CuPy's for CuPy arrays
     return out

@@ -16,6 +16,7 @@ from cuattn import _check, _check_state, reference
 from cuattn._call import Call
 from cuattn._dims import MergeDims
 from cuattn._plan_state import LIST, layout, list_layout, plan_merge
+from cuattn._settings import checks_values
 
 
 class AttentionState(NamedTuple):
@@ -33,6 +34,8 @@ class AttentionState(NamedTuple):
     lse: Any
 
     def __or__(self, other: tuple[Any, Any]) -> AttentionState:
+        if not isinstance(other, tuple) or len(other) != 2:
+            return NotImplemented
         return merge_state(*self, *other)
 
     @staticmethod
@@ -53,12 +56,16 @@ class AttentionState(NamedTuple):
         """
         call = Call("AttentionState.empty_like", {"q": q})
         (spec,) = call.required("q")
-        wanted = _check.fresh(spec.shape, spec.dtype if dtype is None else np.dtype(dtype))
+        try:
+            wanted = _check.fresh(spec.shape, spec.dtype if dtype is None else np.dtype(dtype))
+        except TypeError as error:
+            raise TypeError(f"AttentionState.empty_like: dtype must name a dtype; got {dtype!r}") from error
         _check.axes("AttentionState.empty_like: q", spec, ("...", "head_dim"))
         _check.dtype("AttentionState.empty_like: dtype", wanted, _check.FLOATS)
         state = AttentionState(call.empty(wanted.shape, wanted.dtype), call.empty(wanted.shape[:-1], _check.FLOAT32))
-        state.out.fill(0)
-        state.lse.fill(-np.inf)
+        with call.on_device():
+            state.out.fill(0)
+            state.lse.fill(-np.inf)
         return state
 
 
@@ -157,7 +164,7 @@ def merge_states(outs: Any, lses: Any, *, out: Any = None, lse: Any = None) -> A
     Notes
     -----
     Reads every state once: ``rows * (states + 1) * (head_dim * itemsize + 4)`` bytes in all. A list of more than 32
-    states takes several launches and a float32 scratch array.
+    states takes several launches and allocates a float32 scratch array, so it can't be captured in a graph.
     """
     if isinstance(outs, (list, tuple)) or isinstance(lses, (list, tuple)):
         return _list(outs, lses, out, lse)
@@ -175,8 +182,8 @@ def merge_states_varlen(outs: Any, lses: Any, indptr: Any, *, out: Any = None, l
     lses : array, (total_states, ...), float32
         Natural logarithms; -inf marks an empty state.
     indptr : array, (segments + 1,), int32 or int64
-        Ascending offsets into axis 0. Read on the device; values outside are cut off to it, and refused under
-        ``checking("values")``. A segment without states gives ``(0, -inf)``.
+        Ascending offsets into axis 0. A segment without states gives ``(0, -inf)``. On a device they are read there:
+        what reaches outside of axis 0 is cut off, and refused only under ``checking("values")``.
     out, lse : array, optional
         Where to put the result, (segments, ..., head_dim) and (segments, ...); apart from the inputs.
 
@@ -190,7 +197,7 @@ def merge_states_varlen(outs: Any, lses: Any, indptr: Any, *, out: Any = None, l
         If dtypes, shapes, strides or devices don't fit.
     """
     call = Call("merge_states_varlen", {"outs": outs, "lses": lses, "indptr": indptr, "out": out, "lse": lse})
-    return _stack(call, _check_state.ragged(call))
+    return _stack(call, _check_state.ragged(call, checks_values() or call.engine is None))
 
 
 def _pair(call: Call, a: tuple[str, str], b: tuple[str, str]) -> AttentionState:
@@ -211,12 +218,8 @@ def _stack(call: Call, dims: MergeDims) -> AttentionState:
     indptr: Any = call.arrays.get("indptr")
     if call.engine is None and indptr is None:
         return _store(state, reference.merge_states(outs, lses))
-    if call.engine is None:  # segment by segment: offsets that don't ascend give empty segments, as in the kernel
-        ends = np.clip(indptr, 0, dims.states)
-        for i, (begin, end) in enumerate(zip(ends[:-1], ends[1:])):
-            out, lse = reference.merge_states(outs[begin:end], lses[begin:end])
-            _store(AttentionState(state.out[i : i + 1], state.lse[i : i + 1]), (out[None], lse[None]))
-        return state
+    if call.engine is None:
+        return _store(state, reference.merge_states_varlen(outs, lses, indptr))
     if dims.num_rows:
         call.launch(plan_merge(dims, call.info()), [outs, lses, indptr, *state, layout(dims)])
     return state
@@ -225,7 +228,9 @@ def _stack(call: Call, dims: MergeDims) -> AttentionState:
 def _list(outs: Sequence[Any], lses: Sequence[Any], out: Any, lse: Any) -> AttentionState:
     function = "merge_states"
     if not (isinstance(outs, (list, tuple)) and isinstance(lses, (list, tuple)) and len(outs) == len(lses) > 0):
-        raise ValueError(f"{function}: outs and lses must be two lists of one length, at least 1, or two arrays")
+        kinds = [f"{len(x)} in a list" if isinstance(x, (list, tuple)) else type(x).__name__ for x in (outs, lses)]
+        rule = "outs and lses must be two lists of one length, at least 1, or two arrays"
+        raise ValueError(f"{function}: {rule}; got {' and '.join(kinds)}")
     named = {f"outs[{n}]": array for n, array in enumerate(outs)}
     named |= {f"lses[{n}]": array for n, array in enumerate(lses)}
     call = Call(function, {**named, "out": out, "lse": lse})
@@ -235,6 +240,9 @@ def _list(outs: Sequence[Any], lses: Sequence[Any], out: Any, lse: Any) -> Atten
     if call.engine is None:
         return _store(_allocate(call, dims), reference.merge_states(outs, lses))
     state = _allocate(call, dims)
+    if len(outs) > LIST and call.capturing():
+        rule = f"a list to be captured in a graph must have at most {LIST} states"
+        raise ValueError(f"{function}: {rule}; got {len(outs)}")
     if len(outs) > LIST:  # merge pieces of the list into a stack of float32 states, and then that
         pieces = [slice(n, n + LIST) for n in range(0, len(outs), LIST)]
         scratch = call.empty((len(pieces), *dims.shape), _check.FLOAT32)
@@ -258,6 +266,7 @@ def _allocate(call: Call, dims: MergeDims) -> AttentionState:
 
 def _store(state: AttentionState, merged: tuple[np.ndarray, np.ndarray], mask: Any = ...) -> AttentionState:
     """Round the float64 result of the reference into the arrays of `state`, in the rows of `mask`."""
-    state.out[mask] = merged[0][mask].astype(state.out.dtype)
-    state.lse[mask] = merged[1][mask].astype(state.lse.dtype)
+    with np.errstate(over="ignore"):  # beyond the dtype is inf, as on a device
+        state.out[mask] = merged[0][mask].astype(state.out.dtype)
+        state.lse[mask] = merged[1][mask].astype(state.lse.dtype)
     return state

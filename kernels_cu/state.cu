@@ -35,7 +35,7 @@ struct ListLayout { Rows rows; RowStrides out, lse; int64 states; ListState stat
 struct StackLayout {
     Rows rows;                           // ragged: one axis is the segment
     RowStrides outs, lses, out, lse;     // ragged: outs and lses have stride 0 there, the segment's start counts instead
-    int64 states, outs_step, lses_step;  // from one state to the next
+    int64 states, outs_step, lses_step;  // fewer than 2^31 states; from one to the next
     int64 index_bytes, index_step;       // indptr: 4 or 8 bytes an entry, 0 if the stack is not ragged
     int64 segment_axis;
 };
@@ -211,10 +211,11 @@ cuattn_merge_stack(const TA* outs, const float* lses, const void* indptr, TO* ou
                                        : static_cast<const int*>(indptr)[n * at.index_step];
         };
         const int64 axis = at.segment_axis, segment = axis == 3 ? i.i3 : axis == 2 ? i.i2 : axis == 1 ? i.i1 : i.i0;
-        const int64 begin = max(entry(segment), int64(0)), end = min(entry(segment + 1), at.states);
+        const int64 begin = min(max(entry(segment), int64(0)), at.states);
+        const int64 end = min(max(entry(segment + 1), begin), at.states);
         from.first.out_at += begin * at.outs_step;
         from.first.lse_at += begin * at.lses_step;
-        count = max(end - begin, int64(0));
+        count = end - begin;
     }
     const State<VEC> state = merge_range(int(count), from);
     store(state, my_out, my_lse, mine && threadIdx.z == 0);

@@ -154,13 +154,17 @@ def _merge(outs: NDArray, lses: NDArray) -> State:
     empty = np.isneginf(lses)
     none = np.asarray(empty.all(axis=0))
     shift = np.where(none, 0.0, lses.max(axis=0, initial=-np.inf))  # -inf - -inf would be NaN
-    weights = np.exp(lses - shift)
-    total = np.where(none, 1.0, weights.sum(axis=0))
-    # Selected: 0 * NaN would be NaN. -0 and not 0: -0 + x is x for every x, so an empty state changes no bit.
-    kept = np.where(empty[..., None], -0.0, outs)
-    out = (weights[..., None] * kept).sum(axis=0, initial=-0.0) / total[..., None]
-    log_total = np.where(total == 1, -0.0, np.log(total))
-    return np.where(none[..., None], 0.0, out), np.where(none, -np.inf, shift + log_total)
+    # -0 + x is x for every x, so an empty state changes no bit. One state after the other: `sum` may pair them up
+    # differently for one row and for many.
+    out, total = np.full(outs.shape[1:], -0.0), np.zeros(lses.shape[1:])
+    with np.errstate(invalid="ignore"):  # inf - inf, where lse is no state
+        for out_s, lse_s, empty_s in zip(outs, lses, empty, strict=True):
+            weight = np.exp(lse_s - shift)
+            total = total + weight
+            out = out + weight[..., None] * np.where(empty_s[..., None], -0.0, out_s)  # selected: 0 * NaN would be NaN
+    total = np.where(none, 1.0, total)
+    lse = np.where(total == 1, shift, shift + np.log(total))  # -0 + log(1) would be +0
+    return np.where(none[..., None], 0.0, out / total[..., None]), np.where(none, -np.inf, lse)
 
 
 def _state(function: str, out_name: str, out: ArrayLike, lse_name: str, lse: ArrayLike) -> State:

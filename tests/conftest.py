@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -24,20 +26,22 @@ if not SIMULATOR:
     if "gpu" not in BACKENDS:
         collect_ignore.append("test_gpu.py")
 
-    def pytest_report_header(config: pytest.Config) -> str:
-        return f"cuattn backends: {', '.join(BACKENDS)}"
+    def pytest_report_header(config: pytest.Config) -> list[str]:
+        report = subprocess.run([sys.executable, "-m", "tests.gpu_report", "--check"], capture_output=True, text=True, check=False)
+        return [f"cuattn backends: {', '.join(BACKENDS)}", f"layer 5 report: {report.stdout.strip()}"]
 
+    # Not of the session: while a backend is in use NumPy arrays are its device memory, for every test that runs.
     def places(*names: str) -> list:
         return [pytest.param(n, marks=pytest.mark.gpu) if n == "gpu" else n for n in names]
 
-    @pytest.fixture(scope="session", params=places(*BACKENDS))
+    @pytest.fixture(params=places(*BACKENDS))
     def backend(request: pytest.FixtureRequest):
         """Each place where the reference or kernels can run on this machine, see tests/backends.py."""
         chosen = BACKENDS[request.param]()
         with chosen.use():
             yield chosen
 
-    @pytest.fixture(scope="session", params=places(*(n for n in BACKENDS if n != "numpy")))
+    @pytest.fixture(params=places(*(n for n in BACKENDS if n != "numpy")))
     def kernels(request: pytest.FixtureRequest):
         """The backends that run kernels."""
         chosen = BACKENDS[request.param]()

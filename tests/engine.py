@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -53,6 +54,12 @@ class EmulatorEngine:
 
     def to_host(self, array: np.ndarray) -> np.ndarray:
         return array
+
+    def on(self, device: int) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def capturing(self, device: int) -> bool:
+        return False
 
     def from_dlpack(self, array: Any) -> Any:
         raise AssertionError("no foreign arrays in emulation")

@@ -171,6 +171,7 @@ def test_merge_of_host_and_device_names_both():
 class Recorder:
     """As much of CuPy and of the driver as an engine uses, for devices like an H200."""
 
+    CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
     def __init__(self) -> None:
@@ -191,6 +192,10 @@ class Recorder:
 
     def get_function(self, entry: str) -> FakeFunction:
         return FakeFunction(self, entry)
+
+    def funcGetAttribute(self, attribute: int, function: int) -> int:
+        assert attribute == self.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        return 1024
 
     def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:
         assert attribute == self.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -95,6 +95,24 @@ def test_graph_replay_with_other_values_and_segments():
                 assert_state((out[i], lse[i]), (expected[0][i], expected[1][i]), bound, dtype="float16")
 
 
+def test_captured_lists_don_t_allocate_and_long_ones_are_refused():
+    outs, lses = random_states(33, 6, 64, "float16")
+    out, lse = cupy.empty_like(outs[0]), cupy.empty_like(lses[0])
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cuattn.merge_states(list(outs[:32]), list(lses[:32]), out=out, lse=lse)
+        cuattn.merge_state_in_place(out, lse, outs[32], lses[32])
+        expected = out.copy()
+        out.fill(0)
+        stream.begin_capture()
+        cuattn.merge_states(list(outs[:32]), list(lses[:32]), out=out, lse=lse)
+        cuattn.merge_state_in_place(out, lse, outs[32], lses[32])
+        with pytest.raises(ValueError, match="a list to be captured in a graph must have at most 32 states; got 33"):
+            cuattn.merge_states(list(outs), list(lses), out=out, lse=lse)
+        stream.end_capture().launch(stream)
+        assert_same_bits(out, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_twenty_runs_give_the_same_bits(dtype):
     outs, lses = random_states(300, 40, 128, dtype)
@@ -144,6 +162,9 @@ if cupy.cuda.runtime.getDeviceCount() > 1:
         state = cuattn.merge_state(outs[0], lses[0], outs[1], lses[1])
         assert state.out.device.id == 1
         assert_state(state, case.expected(), merge_bound(case.outs(), case.lses(), case.dtype), dtype=case.dtype)
+        empty = cuattn.AttentionState.empty_like(outs[0])
+        assert cuattn.lse_to_base2(empty.lse).device.id == empty.out.device.id == 1
+        assert_same_bits((empty | (outs[0], lses[0])).out, outs[0])
         here = on_gpu(case)
         with pytest.raises(ValueError, match=r"merge_state: out_b must be on the device of out_a \(1\); got device 0"):
             cuattn.merge_state(outs[0], lses[0], here[0][1], here[1][1])

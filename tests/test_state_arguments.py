@@ -8,6 +8,7 @@ from ml_dtypes import bfloat16
 
 import cuattn
 from cuattn.testing import StateCase, assert_same_bits
+from tests.backends import Backend
 
 CASE = StateCase((4, 2), 3, 16, "float16")
 
@@ -110,7 +111,12 @@ def test_merge_states_varlen_refuses_the_kind_of_indptr(backend, indptr):
         cuattn.merge_states_varlen(outs, lses, backend.array(index))
 
 
+BIG = 2**63
 BAD_OFFSETS = [
+    ([BIG - 1, -BIG], r"indptr must be ascending; got 9223372036854775807 before -9223372036854775808 at index 1"),
+    ([2**32 - 5, -BIG], r"indptr must be ascending"),
+    ([-BIG, BIG - 1], r"indptr\[0\] must be at least 0"),
+    ([2**32 + 1, 2**32 + 3], r"indptr\[-1\] must be at most outs.shape\[0\] \(3\)"),
     ([-1, 3], r"indptr\[0\] must be at least 0; got -1"),
     ([0, 2, 1, 3], r"indptr must be ascending; got 2 before 1 at index 2"),
     ([0, 4], r"indptr\[-1\] must be at most outs.shape\[0\] \(3\); got 4"),
@@ -121,6 +127,8 @@ BAD_OFFSETS = [
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_bad_offsets_are_refused_under_value_checks_and_harmless_without(backend, indptr, text, dtype):
     """Reported of others: wrong metadata read or wrote stray memory (FlashInfer #320, #919)."""
+    if max(map(abs, indptr)) > np.iinfo(dtype).max:
+        dtype = np.int64
     outs, lses = CASE.outs(), CASE.lses()
     poisoned = np.full((9, *outs.shape[1:]), np.nan, outs.dtype), np.full((9, *lses.shape[1:]), np.nan, lses.dtype)
     poisoned[0][3:6], poisoned[1][3:6] = outs, lses  # what lies before and behind the stack is NaN
@@ -128,6 +136,8 @@ def test_bad_offsets_are_refused_under_value_checks_and_harmless_without(backend
     index = backend.array(np.array(indptr, dtype))
     with pytest.raises(ValueError, match=text):
         cuattn.merge_states_varlen(around[0][3:6], around[1][3:6], index)
+    if backend.name == "numpy":
+        return  # on the host they are checked always
     with cuattn.checking("arguments"):
         state = cuattn.merge_states_varlen(around[0][3:6], around[1][3:6], index)
     assert state.out.shape == (len(indptr) - 1, 4, 2, 16)
@@ -135,27 +145,33 @@ def test_bad_offsets_are_refused_under_value_checks_and_harmless_without(backend
     assert not np.isnan(backend.host(state.lse)).any()
 
 
-def test_a_result_across_an_input_is_refused(kernels):
-    outs, lses = kernels.array(np.zeros((5, 2, 16), f32)), kernels.array(np.zeros((5, 2), f32))
+def test_a_result_across_an_input_is_refused(backend):
+    outs, lses = backend.array(np.zeros((5, 2, 16), f32)), backend.array(np.zeros((5, 2), f32))
     a = outs[:4], lses[:4]
-    b = kernels.array(np.zeros((4, 2, 16), f32)), kernels.array(np.zeros((4, 2), f32))
+    b = backend.array(np.zeros((4, 2, 16), f32)), backend.array(np.zeros((4, 2), f32))
     with pytest.raises(ValueError, match="merge_state: out must be exactly out_a or apart from it; got arrays that overlap"):
         cuattn.merge_state(*a, *b, out=outs[1:])
     with pytest.raises(ValueError, match="merge_state: lse must be exactly lse_a or apart from it"):
         cuattn.merge_state(*a, *b, lse=lses[1:])
     with pytest.raises(ValueError, match="merge_states_varlen: out must be apart from outs"):
-        cuattn.merge_states_varlen(outs, lses, kernels.array(np.array([0, 1, 2])), out=outs[:2])
-    interleaved = kernels.array(np.zeros((4, 2, 2, 16), f32))  # extents overlap, elements don't
+        cuattn.merge_states_varlen(outs, lses, backend.array(np.array([0, 1, 2])), out=outs[:2])
+    sliding = np.lib.stride_tricks.as_strided(np.zeros(200, f32), (3, 4, 16), (64, 64, 4))  # a state begins in the one before
+    sliding = backend.array(sliding)
+    with pytest.raises(ValueError, match="must not overlap itself|must be exactly outs or apart from it"):
+        cuattn.merge_states(sliding, backend.array(np.zeros((3, 4), f32)), out=sliding[1])
+    interleaved = backend.array(np.zeros((4, 2, 2, 16), f32))  # extents overlap, elements don't
     cuattn.merge_state(interleaved[:, :, 0], a[1], *b, out=interleaved[:, :, 1])
 
 
-def test_read_only_results_are_refused(backend):
-    if backend.xp is not np:
-        return  # CuPy arrays are always writeable
+def test_read_only_results_are_refused():  # CuPy arrays are always writeable
     out = empty(4, 2, 16)
     out.flags.writeable = False
     with pytest.raises(ValueError, match="merge_state: out must be writeable; got a read-only array"):
-        cuattn.merge_state(**arguments(backend), out=out)
+        cuattn.merge_state(**arguments(Backend()), out=out)
+    lse = empty(4, 2, dtype=f32)
+    lse.flags.writeable = False
+    with pytest.raises(ValueError, match="lse_to_base2: out must be writeable; got a read-only array"):
+        cuattn.lse_to_base2(empty(4, 2, dtype=f32), out=lse)
 
 
 def test_base_2_refuses(backend):

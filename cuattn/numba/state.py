@@ -34,6 +34,7 @@ from numba import cuda
 from cuattn import _check, _check_state
 from cuattn._call import Call
 from cuattn._dims import MergeDims
+from cuattn._settings import checks_values
 from cuattn.state import AttentionState
 
 EMPTY = np.float32(-np.inf)  # the lse of no keys
@@ -257,7 +258,7 @@ def merge_states_varlen(
     """
     arrays = {"outs": outs, "lses": lses, "indptr": indptr, "out": out, "lse": lse}
     call = Call("numba.merge_states_varlen", arrays)
-    return _run("ragged", call, _check_state.ragged(call), ("outs", "lses", "indptr"))
+    return _run("ragged", call, _check_state.ragged(call, checks_values()), ("outs", "lses", "indptr"))
 
 
 def _run(form: str, call: Call, dims: MergeDims, inputs: Sequence[str]) -> AttentionState:

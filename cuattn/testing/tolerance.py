@@ -18,7 +18,7 @@ U = 2.0**-24              # unit roundoff of float32
 EXP = 4.0                 # expf: 2 ulp, each at most 2u relative (CUDA documents 1, glibc less)
 EXPONENT = 3.0            # exponent: one rounding of lse_s - m; base 2 adds a rounded log2(e) and a product
 LOG = 4.0                 # log(sum): logf within 1 ulp = 2u; log2f times a rounded ln 2 adds two roundings
-QUOTIENT = 3.0            # acc / sum, or acc * (1 / sum)
+QUOTIENT = 5.0            # acc * (1 / sum): a fast division within 2 ulp = 4u (CUDA's __fdividef), and a product
 TAU = 2.0**-150           # absolute error of an operation whose result is subnormal
 FLUSHED = 2.0**-126       # the same where subnormals become zero
 
@@ -72,11 +72,11 @@ def merge_bound(outs: Any, lses: Any, out_dtype: Any, *, out_errors: Any = 0.0, 
 
     *Sums.* Each term of the numerator is rounded once by its product with v, once by each of at most k_s
     rescalings and by at most n - 1 additions, fused or not, in any order:  nu_s = (n + k_s) u. Those of Z
-    have one less, counted alike. The quotient adds 3u |out| (`QUOTIENT`). The numerator and Z need not use
+    have one less, counted alike. The quotient adds 5u |out| (`QUOTIENT`). The numerator and Z need not use
     the same computed weights (Z may come from an online pass, the numerator from a second one), so their
     errors are added:
 
-        |out^ - out| <= sum_s p_s (theta_s + nu_s) (|v_s| + |out|) + 3u |out|            =: a
+        |out^ - out| <= sum_s p_s (theta_s + nu_s) (|v_s| + |out|) + 5u |out|            =: a
 
     *lse.* log Z moves by the relative error of Z; logf and the last addition round (`LOG`):
 
