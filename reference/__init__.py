@@ -5,6 +5,16 @@ The page of mathematics that the rest refers to is the docstring of ``attention.
 """
 
 from .attention import attention  # softmax(q k^T) v over the visible keys, as a state (out, lse)
+from .decode import decode  # the same over pages, for the newest tokens of each sequence
+from .paged import (  # where keys and values lie
+    append_kv,
+    copy_pages,
+    copy_pages_between,
+    gather_kv,
+    gather_sequence,
+    slots,
+)
+from .rotary import apply_rotary  # positions as rotations
 from .state import (  # combining the states of disjoint sets of keys
     empty_state,
     lse_from_base2,
@@ -15,11 +25,19 @@ from .state import (  # combining the states of disjoint sets of keys
 )
 
 __all__ = [
+    "append_kv",
+    "apply_rotary",
     "attention",
+    "copy_pages",
+    "copy_pages_between",
+    "decode",
     "empty_state",
+    "gather_kv",
+    "gather_sequence",
     "lse_from_base2",
     "lse_to_base2",
     "merge_state",
     "merge_states",
     "merge_states_varlen",
+    "slots",
 ]
