@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -116,6 +116,11 @@ class Call:
     def capturing(self) -> bool:
         """Whether the work goes into a CUDA graph instead of running now."""
         return self.engine is not None and self.engine.capturing(self.device)
+
+    def copy_async(self, pieces: Iterable[tuple[int, int, int]], to_host: bool, stream: Any) -> None:
+        """Copy pieces (address on the device, address on the host, bytes) on a stream of the arrays' device."""
+        assert self.engine is not None
+        self.engine.copy_async(pieces, to_host, self.device, stream)
 
     def launch(self, plan: Plan, args: Sequence[Any]) -> None:
         """Run a kernel on the current stream of the arrays' device."""

@@ -15,6 +15,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
 FLOAT32 = np.dtype(np.float32)
 FLOATS = (FLOAT16, BFLOAT16, FLOAT32)
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)  # of K/V caches only
 INDICES = (np.dtype(np.int32), np.dtype(np.int64))
 MAX_HEAD_DIM = 512
 

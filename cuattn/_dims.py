@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 MAX_ROW_AXES = 4  # what rows.cuh walks
 
-Strides = tuple[int, ...]  # of MAX_ROW_AXES axes
+Strides = tuple[int, ...]  # of MAX_ROW_AXES axes, if not said otherwise
 
 
 @dataclass(frozen=True, eq=False)  # equal calls share one object, see _check_state: hashing it must be cheap
@@ -33,6 +34,43 @@ class MergeDims:
     @property
     def num_rows(self) -> int:
         return math.prod(self.rows)
+
+
+class PagedSide(NamedTuple):
+    """K or V of an operation on pages; strides are in bytes."""
+
+    head_dim: int
+    tokens: Strides  # from token to token, from head to head; copying: of the pages that are read, as `pages`
+    pages: Strides  # from page to page, offset to offset, head to head
+    scale_step: int  # elements from the scale of one head to that of the next; 0 if there is one for all, or none
+
+
+class RotaryDims(NamedTuple):
+    """A rotation of K while it is appended."""
+
+    half: int  # rotary_dim / 2
+    interleaved: bool
+    float_tables: bool  # cos and sin are float32, not of K's dtype
+    max_positions: int
+    steps: tuple[int, int]  # of cos and sin from row to row, in elements
+    positions: tuple[int, int]  # as `PagedDims.indices`
+    alignment: int  # bytes that divide the address of every row of cos and sin
+
+
+@dataclass(frozen=True, eq=False)  # as MergeDims
+class PagedDims:
+    """An operation on pages: tokens to slots ("append"), slots to tokens ("gather"), pages to pages ("copy")."""
+
+    operation: str
+    num_tokens: int  # copying: of all the pages that are copied
+    num_heads: int
+    num_pages: tuple[int, ...]  # copying: of the cache that is read, and of the one that is written
+    page_size: int
+    dtypes: tuple[np.dtype, np.dtype]  # of the tokens, of the pages
+    sides: tuple[PagedSide, PagedSide]  # K, V
+    alignment: tuple[int, int]  # bytes that divide the address of every row, for each of `dtypes`
+    indices: tuple[tuple[int, int], ...]  # of each index array: bytes of an entry, entries from one to the next
+    rotary: RotaryDims | None = None
 
 
 def collapse(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:

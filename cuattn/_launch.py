@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -34,6 +34,7 @@ class Engine(Protocol):
     def to_host(self, array: Any) -> np.ndarray: ...
     def on(self, device: int) -> contextlib.AbstractContextManager[Any]: ...
     def capturing(self, device: int) -> bool: ...
+    def copy_async(self, pieces: Iterable[tuple[int, int, int]], to_host: bool, device: int, stream: Any) -> None: ...
     def from_dlpack(self, array: Any) -> Any: ...
     def from_cuda_array_interface(self, array: Any) -> Any: ...
     def launch(
@@ -93,6 +94,17 @@ class CupyEngine:
 
     def to_host(self, array: Any) -> np.ndarray:
         return self._cupy.asnumpy(array)  # the current stream is waited for
+
+    def copy_async(self, pieces: Iterable[tuple[int, int, int]], to_host: bool, device: int, stream: Any) -> None:
+        """Copy pieces (address on the device, address on the host, bytes) on a stream, None: the current one."""
+        runtime = self._cupy.cuda.runtime
+        with self.on(device):
+            queue = (self._cupy.cuda.get_current_stream() if stream is None else stream).ptr
+            for ours, theirs, size in pieces:
+                if to_host:
+                    runtime.memcpyAsync(theirs, ours, size, runtime.memcpyDeviceToHost, queue)
+                else:
+                    runtime.memcpyAsync(ours, theirs, size, runtime.memcpyHostToDevice, queue)
 
     def from_dlpack(self, array: Any) -> Any:
         return self._cupy.from_dlpack(array)

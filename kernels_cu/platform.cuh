@@ -37,3 +37,25 @@ __device__ __forceinline__ void from_float(__half* p, float x) { *p = __float2ha
 __device__ __forceinline__ void from_float(__nv_bfloat16* p, float x) { *p = __float2bfloat16_rn(x); }
 
 }  // namespace cuattn
+
+// The narrow type of K/V caches, float8_e4m3fn: it has no infinity, and what is too large becomes +-448.
+#ifndef CUEMU
+#include <cuda_fp8.h>
+#endif
+
+namespace cuattn {
+
+__device__ __forceinline__ float2 to_float2(const __nv_fp8_e4m3* p) {
+    const __nv_fp8x2_storage_t two = __nv_fp8x2_storage_t(p[0].__x | p[1].__x << 8);
+    return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3)));
+}
+__device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return float(x); }
+__device__ __forceinline__ void from_float2(__nv_fp8_e4m3* p, float a, float b) {
+    const __nv_fp8x2_storage_t two = __nv_cvt_float2_to_fp8x2(float2{a, b}, __NV_SATFINITE, __NV_E4M3);
+    p[0].__x = two & 0xFF, p[1].__x = two >> 8;
+}
+__device__ __forceinline__ void from_float(__nv_fp8_e4m3* p, float x) {
+    p->__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+}
+
+}  // namespace cuattn

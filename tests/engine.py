@@ -14,6 +14,8 @@ from cuattn._launch import DeviceInfo, refuse_bare_numbers
 from tests.emulator import EmulatedModule
 
 ENTRIES = {  # every entry of a file is compiled at once: a tile then costs one compilation
+    "decode.cu": ("cuattn_decode_split", "cuattn_decode_merge"),
+    "paged.cu": ("cuattn_append_kv", "cuattn_gather_kv", "cuattn_copy_pages"),
     "state.cu": ("cuattn_merge_pair", "cuattn_merge_list", "cuattn_merge_stack"),
 }
 
@@ -60,6 +62,9 @@ class EmulatorEngine:
 
     def capturing(self, device: int) -> bool:
         return False
+
+    def copy_async(self, pieces: Any, to_host: bool, device: int, stream: Any) -> None:
+        raise AssertionError("device and host are one in emulation")
 
     def from_dlpack(self, array: Any) -> Any:
         raise AssertionError("no foreign arrays in emulation")

@@ -67,8 +67,8 @@ def types_of(kernel: Kernel) -> tuple[str, ...]:
 
 def name_of(kernel: Kernel) -> str:
     tile = [f"{name}={value}" for name, value in kernel.defines if isinstance(value, int)]
-    itemsize = np.dtype(DTYPES[types_of(kernel)[0]]).itemsize
-    return " ".join([kernel.entry, *tile, f"itemsize={itemsize}"])
+    first = types_of(kernel)[0]  # a word of memory goes by its own name
+    return " ".join([kernel.entry, *tile, f"itemsize={np.dtype(DTYPES[first]).itemsize}" if first in DTYPES else first])
 
 
 def measure(group: Group, name: str | None = None) -> list[Measured]:

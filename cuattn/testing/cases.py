@@ -233,7 +233,7 @@ def to_device(array: np.ndarray, xp: Any) -> Any:
 def _device_view(buffer: Any, like: np.ndarray, offset: int, xp: Any) -> Any:
     """Return the CuPy view of `buffer`, `offset` bytes behind its start, shaped and strided as `like`."""
     if like.size == 0:                                         # no element, so no address either
-        return xp.empty(like.shape, like.dtype)
+        return xp.ndarray(like.shape, like.dtype, memptr=buffer.data)
     return xp.ndarray(like.shape, like.dtype, memptr=buffer.data + offset, strides=like.strides)
 
 
