@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import cupy
 import numpy as np
 
 import cuattn
-from cuattn.testing import StateCase, to_device
+from cuattn.decode import decode as split_kv_decode
+from cuattn.paged import append_kv, copy_pages, gather_kv
+from cuattn.testing import StateCase, guarded, to_device
+from tests.decode_cases import CONTROLS, DecodeCase
+from tests.test_paged import PagedCase
 
 PLANTED = r"""
 extern "C" __global__ void memcheck(float* x) { x[threadIdx.x + 1000000000] = 1; }
@@ -36,10 +41,53 @@ def state() -> None:
     cupy.cuda.Device().synchronize()
 
 
+def paged() -> None:
+    """Every entry, word and vector, with ids that name nothing, on pages inside guards."""
+    slots = np.array([3, -1, 9, 0, 10, 2**40, 4, 6])
+    for dtype, float8 in (("float16", False), ("bfloat16", True), ("float32", True), ("float32", False)):
+        for widths in ((5, 3), (12, 12), (64, 128)):
+            for layout in ("row slice", "odd offset", "contiguous"):
+                case = PagedCase(dtype, float8, 2, 5, 2, widths, len(slots), layout)
+                tokens = [to_device(x, cupy) for x in case.tokens()]
+                pages = [guarded(shape, case.stored, layout, cupy)[1] for shape in case.page_shapes()]
+                index, ids = cupy.asarray(slots), cupy.asarray(np.int32([0, -1, 5]))
+                tables = cupy.ones((7, widths[0] // 2), cupy.float32)
+                turn = {"rotary_cos": tables, "rotary_sin": tables, "positions": cupy.arange(len(slots))}
+                with cuattn.checking("arguments"):
+                    append_kv(*tokens, *pages, index)
+                    for interleaved in (False, True):
+                        append_kv(*tokens, *pages, index, **turn, rotary_interleaved=interleaved)
+                    gather_kv(*pages, index)
+                    gather_kv(*pages, index, dtype=tokens[0].dtype)
+                    copy_pages(*pages, ids, cupy.asarray(np.int32([1, 1, 1])))
+    cupy.cuda.Device().synchronize()
+
+
+def decode() -> None:
+    """Every tile, one split and several, with pages, lengths and batch indices that name nothing; results inside guards."""
+    turn = 0
+    for dtype, float8 in (("float16", False), ("bfloat16", True), ("float32", False)):
+        for widths in ((5, 3), (64, 64), (128, 16), (512, 40), (48, 256)):
+            for layout in ("separate", "interleaved", "odd offset"):
+                case = DecodeCase((700, 0, 37) if turn % 3 else (90, 0, 37), 2, (6, 2), widths, 17, dtype, float8, layout)
+                given = replace(case, control=turn % len(CONTROLS)).arrays()
+                given["block_table"][0, 2], given["block_table"][2, 1] = -1, 2**30
+                wrong = {"cache_seqlens": np.array([10**6, -5, 30]), "cache_batch_idx": np.array([0, 2, 3])}
+                out, lse = (guarded((3, 2, 6, n), d, "row slice", cupy)[1] for n, d in ((widths[1], dtype), (1, "float32")))
+                with cuattn.checking("arguments"):
+                    for changed in ({}, wrong, {"cache_leftpad": np.array([600, 9, 36])}):
+                        arrays = {n: to_device(x, cupy) if isinstance(x, np.ndarray) else x for n, x in {**given, **changed}.items()}
+                        split_kv_decode(**arrays, out=out, lse=lse[..., 0])
+                turn += 1
+    cupy.cuda.Device().synchronize()
+
+
+CASES = {"state": state, "paged": paged, "decode": decode}
+
 if __name__ == "__main__":
     if sys.argv[1].startswith("planted-"):
         kernel = cupy.RawKernel(PLANTED, sys.argv[1].removeprefix("planted-"))
         kernel((1,), (64,), (cupy.zeros(64, np.float32),))
         cupy.cuda.Device().synchronize()
     else:
-        {"state": state}[sys.argv[1]]()
+        CASES[sys.argv[1]]()

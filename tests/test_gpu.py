@@ -17,6 +17,7 @@ from cuattn import _launch, reference
 from cuattn._plan_state import kernels
 from cuattn.testing import StateCase, assert_same_bits, assert_state, fold_bound, merge_bound
 from cuattn.testing.profiles import DTYPES, as_dtype
+from tests.sanitize import CASES
 
 pytestmark = pytest.mark.gpu
 
@@ -204,9 +205,10 @@ def sanitize(tool: str, *what: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.sanitizer
+@pytest.mark.parametrize("what", CASES)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_sanitizer_finds_nothing(tool):
-    result = sanitize(tool, "state")
+def test_sanitizer_finds_nothing(tool, what):
+    result = sanitize(tool, what)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert "0 errors" in result.stdout or "0 hazards" in result.stdout
 

@@ -155,8 +155,7 @@ def test_a_result_across_an_input_is_refused(backend):
         cuattn.merge_state(*a, *b, lse=lses[1:])
     with pytest.raises(ValueError, match="merge_states_varlen: out must be apart from outs"):
         cuattn.merge_states_varlen(outs, lses, backend.array(np.array([0, 1, 2])), out=outs[:2])
-    sliding = np.lib.stride_tricks.as_strided(np.zeros(200, f32), (3, 4, 16), (64, 64, 4))  # a state begins in the one before
-    sliding = backend.array(sliding)
+    sliding = backend.array(np.ndarray((3, 4, 16), f32, np.zeros(200, f32), strides=(64, 64, 4)))  # begins in the one before
     with pytest.raises(ValueError, match="must not overlap itself|must be exactly outs or apart from it"):
         cuattn.merge_states(sliding, backend.array(np.zeros((3, 4), f32)), out=sliding[1])
     interleaved = backend.array(np.zeros((4, 2, 2, 16), f32))  # extents overlap, elements don't

@@ -1,0 +1,130 @@
+"""Plans of decode: which kernels, how many lanes share a key, how much scratch memory. Pure Python, no arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cuattn import _check, _launch
+from cuattn._compile import Kernel
+from cuattn._dims_decode import DecodeDims
+from cuattn._settings import debug
+
+_THREADS = 128  # of a block, as in decode.cu
+_SPLIT_LEAST = 256  # tokens of a split, as in decode.cuh
+_CUDA_TYPES = {
+    _check.FLOAT16: "__half", _check.BFLOAT16: "__nv_bfloat16", _check.FLOAT32: "float",
+    _check.FLOAT8: "__nv_fp8_e4m3",
+}  # fmt: skip
+_ROWS = {8: 4, 16: 2}  # query rows of a block by the features of a lane: what registers hold
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel, cut up how."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int] = (_THREADS, 1, 1)
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """How a decode runs, for arrays of certain shapes, strides and dtypes and any lengths and tables."""
+
+    split: Launch
+    merge: Launch | None  # None: no sequence can have two splits
+    num_splits: int  # of the longest sequence that the table can hold
+    lanes: int  # that share a key
+    workspace_bytes: int
+    dims: DecodeDims = field(repr=False)
+    layout: np.void = field(repr=False)  # DecodeLayout of decode.cuh
+
+
+def most_splits(num_kv_heads: int) -> int:
+    """How many splits a sequence can have: enough to fill a device, fewer where many kv heads do that already."""
+    return min(max(256 // num_kv_heads, 32), 128)
+
+
+def splits_within(max_tokens: int, num_kv_heads: int) -> int:
+    """How many splits the longest of all sequences up to max_tokens has, 1 at least."""
+    return max(1, min(most_splits(num_kv_heads), -(-max_tokens // _SPLIT_LEAST)))
+
+
+def workspace_bytes(num_rows: int, head_dim_v: int, num_splits: int) -> int:
+    """Float32 states of every split of every row; nothing if there is one split."""
+    return num_rows * num_splits * (head_dim_v + 1) * 4 if num_splits > 1 else 0
+
+
+@functools.lru_cache(4096)
+def plan_decode(dims: DecodeDims, device: _launch.DeviceInfo) -> DecodePlan:
+    """Choose tile and grid. The grid follows from the table's width; each length says on the device what is used of it.
+
+    Raises
+    ------
+    ValueError
+        If the grid would exceed what a device can start.
+    """
+    widest = max(dims.head_dim, dims.head_dim_v)
+    vec, features = _tile(dims, widest)
+    vectors = -(-widest // vec)
+    # Of lone elements, neighbouring lanes load neighbours; vectors of 16 bytes take as few lanes as can be.
+    lanes = _power_of_two(min(vectors, 32) if vec == 1 else -(-vectors // (features // vec)))
+    rows = _ROWS[features]
+    row_groups = -(-dims.seqlen_q * dims.group // rows)
+    splits = splits_within(dims.max_tokens, dims.num_kv_heads)
+    grid = (dims.batch * splits, dims.num_kv_heads * row_groups, 1)
+    if grid[0] >= 2**31 or grid[1] >= 2**16:
+        rule = "batch * splits must be less than 2**31, num_kv_heads * groups of query rows less than 2**16"
+        raise ValueError(f"decode: {rule}; got {grid[0]} and {grid[1]}")
+    merge = Launch(_kernel("merge", dims.dtype, dims.dtype, 1, 16), (dims.num_rows, 1, 1)) if splits > 1 else None
+    plan = DecodePlan(
+        Launch(_kernel("split", dims.dtype, dims.cache_dtype, vec, features), grid), merge, splits, lanes,
+        workspace_bytes(dims.num_rows, dims.head_dim_v, splits), dims, _layout(dims, splits, row_groups, lanes),
+    )  # fmt: skip
+    debug(1, plan)
+    return plan
+
+
+def _tile(dims: DecodeDims, widest: int) -> tuple[int, int]:
+    """Elements of a load and features of a lane."""
+    vec = 16 // dims.cache_dtype.itemsize
+    if dims.head_dim % vec or dims.head_dim_v % vec or dims.alignment < 16:
+        return 1, 16
+    return vec, 8 if vec <= 8 and widest <= 8 * 32 else 16
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _kernel(step: str, dtype: np.dtype, cache_dtype: np.dtype, vec: int, features: int) -> Kernel:
+    types = {"T": _CUDA_TYPES[dtype], "C": _CUDA_TYPES[cache_dtype]}
+    defines: dict[str, str | int] = {**types, "VEC": vec, "FEATURES": features}
+    return Kernel("decode.cu", f"cuattn_decode_{step}", tuple(defines.items()))
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel that `plan_decode` can choose, once each; the tests compile them all."""
+    for dtype in _check.FLOATS:
+        for cache_dtype in (dtype, _check.FLOAT8):
+            vec = 16 // cache_dtype.itemsize
+            yield from (_kernel("split", dtype, cache_dtype, vec, f) for f in (8, 16) if f >= vec)
+            yield _kernel("split", dtype, cache_dtype, 1, 16)
+        yield _kernel("merge", dtype, dtype, 1, 16)
+
+
+def _layout(dims: DecodeDims, splits: int, row_groups: int, lanes: int) -> np.void:
+    """DecodeLayout of decode.cuh."""
+    return _launch.by_value(
+        dims.seqlen_q, dims.num_heads, dims.group, dims.head_dim, dims.head_dim_v,
+        dims.num_sequences, dims.num_pages, dims.page_size, dims.max_tokens,
+        most_splits(dims.num_kv_heads), splits, row_groups, lanes, *dims.window,
+        *dims.table, dims.table_row, *dims.lengths, *dims.batch_idx, *dims.leftpad,
+        *dims.q, *dims.out, *dims.lse, *dims.k, *dims.v, *dims.slopes, dims.sinks, dims.k_scale, dims.v_scale,
+    )  # fmt: skip

@@ -1,0 +1,130 @@
+// decode.cuh - what every variant of decode shares: the layout of a call, the split rule, scores and masks.
+//
+// A sequence of `length` tokens is cut into splits of split_size(length) tokens: at most max_splits of a multiple of 64
+// tokens, at least 256. The rule knows nothing of batch, table or device, so neither do the bits.
+// Scores are in base 2. A key that is not seen has the score -inf, and its value is selected away, never multiplied.
+// Oracle: reference/decode.py, reference/attention.py
+#pragma once
+#include "paged_kv.cuh"
+#include "state.cuh"
+
+namespace cuattn {
+
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr int SPLIT_STEP = 64, SPLIT_LEAST = 256;      // tokens, as in cuattn/_plan_decode.py
+
+struct QueryStrides {                    // of an array (batch, seqlen_q, num_heads, ...), in elements
+    int64 b, i, h;
+
+    __device__ __forceinline__ int64 at(int64 batch, int64 query, int64 head) const {
+        return batch * b + query * i + head * h;
+    }
+};
+
+struct DecodeLayout {
+    int64 seqlen_q, num_heads, group;    // group: query heads of one kv head
+    int64 head_dim, head_dim_v;
+    int64 num_sequences, num_pages, page_size, max_tokens;             // rows of the table; tokens that one row holds
+    int64 max_splits, splits, row_groups, lanes;       // splits: in the grid and the workspace, at most max_splits
+    int64 window_left, window_right;     // keys seen before and after the position; causal: right = 0
+    Indices table;
+    int64 table_row;                     // from one sequence to the next
+    Indices lengths, batch_idx, leftpad;
+    QueryStrides q, out, lse;
+    PageStrides k, v;
+    int64 slopes_b, slopes_h, sinks_h, k_scale, v_scale;
+};
+
+struct Sequence {
+    int64 row;                           // of the table
+    int length, first;                   // tokens in the cache; the first of them that is there
+};
+
+// Whatever the index arrays hold, a sequence lies within its row of the table: what is too long is cut off.
+// batch_idx and leftpad may be nullptr.
+__device__ __forceinline__ Sequence sequence_of(int64 b, const void* lengths, const void* batch_idx,
+                                                const void* leftpad, const DecodeLayout& at) {
+    const int64 row = batch_idx == nullptr ? b : at.batch_idx.read(batch_idx, b);
+    if (!names_one_of(row, at.num_sequences)) return {0, 0, 0};
+    const int64 length = min(max(at.lengths.read(lengths, row), int64(0)), at.max_tokens);
+    const int64 first = leftpad == nullptr ? 0 : min(max(at.leftpad.read(leftpad, b), int64(0)), length);
+    return {row, int(length), int(first)};
+}
+
+__device__ __forceinline__ int split_size(int length, int max_splits) {
+    const unsigned least = (unsigned(length) + max_splits - 1) / unsigned(max_splits);
+    return max(int((least + SPLIT_STEP - 1) / SPLIT_STEP * SPLIT_STEP), SPLIT_LEAST);
+}
+
+__device__ __forceinline__ int num_splits(int length, int max_splits) {
+    const unsigned size = split_size(length, max_splits);
+    return (unsigned(length) + size - 1) / size;
+}
+
+struct Keys { int begin, end; };
+
+// Keys of split s that a query from first_query to last_query sees, if any does.
+__device__ __forceinline__ Keys keys_of(int s, const Sequence& own, int first_query, int last_query,
+                                        const DecodeLayout& at) {
+    const int64 size = split_size(own.length, int(at.max_splits)), shift = own.length - at.seqlen_q;
+    const int64 begin = max(max(s * size, int64(own.first)), first_query + shift - at.window_left);
+    const int64 end = min(min((s + 1) * size, int64(own.length)), last_query + shift + at.window_right + 1);
+    return begin < end ? Keys{int(begin), int(end)} : Keys{0, 0};
+}
+
+// Token j of a sequence; none if its page does not exist.
+__device__ __forceinline__ Slot token_at(int j, const void* table, int64 row, const DecodeLayout& at) {
+    const unsigned p = unsigned(j) / unsigned(at.page_size);
+    const int64 page = at.table.read(static_cast<const char*>(table) + row * at.table_row * at.table.bytes, p);
+    return {page, int64(unsigned(j) - p * unsigned(at.page_size)), names_one_of(page, at.num_pages)};
+}
+
+// Whether a query sees a key that lies `ahead` of its position (behind it: negative).
+__device__ __forceinline__ bool sees(int ahead, const DecodeLayout& at) {
+    return ahead <= at.window_right && -int64(ahead) <= at.window_left;
+}
+
+struct ScoreRule {
+    float factor, softcap;               // without a cap, factor holds log2(e)
+
+    __device__ __forceinline__ ScoreRule(float sm_scale, float k_scale, float cap) : softcap(cap) {
+        factor = cap > 0.f ? sm_scale * k_scale / cap : sm_scale * k_scale * LOG2E;
+    }
+    // slope in base 2 too, see slope_of.
+    __device__ __forceinline__ float score(float product, float slope, int ahead) const {
+        float s = product * factor;
+        if (softcap > 0.f) s = tanhf(s) * (softcap * LOG2E);
+        return slope == 0.f ? s : s - slope * fabsf(float(ahead));
+    }
+};
+
+__device__ __forceinline__ float slope_of(const float* slopes, int64 b, int64 h, const DecodeLayout& at) {
+    return slopes == nullptr ? 0.f : slopes[b * at.slopes_b + h * at.slopes_h] * LOG2E;
+}
+
+// exp2(m - shift(m)): the difference is never -inf - -inf.
+__device__ __forceinline__ float shift_of(float max) { return max == -INFINITY ? 0.f : max; }
+
+// One query row in the workspace: num_splits float32 states. All outs lie before all lses.
+struct PartialRow {
+    float *out, *lse;                    // out (splits, head_dim_v), lse (splits)
+
+    __device__ __forceinline__ PartialRow(float* workspace, int64 row, int64 rows, const DecodeLayout& at) {
+        out = workspace + row * at.splits * at.head_dim_v;
+        lse = workspace + rows * at.splits * at.head_dim_v + row * at.splits;
+    }
+};
+
+// The sink of a head, -inf if there is none: an empty state then, which changes no bit.
+__device__ __forceinline__ float sink_of(const float* sinks, int64 h, const DecodeLayout& at) {
+    return sinks == nullptr ? -INFINITY : sinks[h * at.sinks_h];
+}
+
+// Adds the sink to a merge in progress and ends it.
+__device__ __forceinline__ void finish_with_sink(State<1>& state, float sink, float& lse, float (&x)[1]) {
+    const float nothing[1] = {0.f};
+    state.add(sink, nothing);
+    state.finish(lse, x);
+}
+
+}  // namespace cuattn
