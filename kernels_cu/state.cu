@@ -25,7 +25,7 @@ using TO = CUATTN_TO;
 constexpr int VEC = CUATTN_VEC;          // features per thread: 16 bytes where size and alignment allow
 constexpr bool SPLIT = CUATTN_SPLIT;
 constexpr int THREADS = SPLIT || VEC == 1 ? 512 : 128, MAX_GROUPS = 64;
-constexpr int BLOCKS = SPLIT ? 1 : VEC == 1 ? 2 : 5;     // per multiprocessor; leaves the registers that CHUNK loads need
+constexpr int BLOCKS = SPLIT ? 1 : VEC == 1 ? 2 : VEC == 8 ? 6 : 5;     // per multiprocessor, with the registers that CHUNK loads need
 constexpr int CHUNK = 8;                 // states in flight per thread; part of the arithmetic, not of the tile
 constexpr int LIST = 32;                 // states in one launch of a list: 80 bytes each of the 4 KB of parameters
 

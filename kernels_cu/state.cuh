@@ -69,8 +69,7 @@ template <int N> struct State {
 
     // The finished state. sum is 0 only if nothing was added (the largest weight is 1); it is NaN if a lse was NaN.
     __device__ __forceinline__ void finish(float& lse, float (&out)[N]) const {
-        // Nothing added: acc is -0, and -0 * -0 = 0. A single state: exactly 1, whatever the fast division does.
-        const float scale = sum == 0.f ? -0.f : sum == 1.f ? 1.f : __fdividef(1.f, sum);
+        const float scale = sum == 0.f ? -0.f : __fdiv_rn(1.f, sum);         // nothing added: acc is -0, and -0 * -0 = 0
         lse = sum == 0.f ? -INFINITY : sum == 1.f ? max : max + logf(sum);   // -0 + log(1) would be +0
 #pragma unroll
         for (int d = 0; d < N; ++d) out[d] = __fmul_rn(acc[d], scale);
