@@ -8,8 +8,7 @@ knows who should be evicted.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from collections import OrderedDict
 from itertools import count
 
 import numpy as np
@@ -21,8 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cuattn import _prefix_hash
 from cuattn.paged_cache import OutOfPages
 from tests.paged_contents import arrays, read, small_cache, state, value, write
+from tests.paged_model import Expectations, Model
 
-IDS = [0, "0", (0,), None, frozenset([1])]  # any hashable
 SALTS = st.sampled_from([None, ("lora", "X"), ("cache_salt", "X")])
 BITS = st.integers(0, 1)  # two ids, so that sequences often go on alike
 TOKENS = st.builds(
@@ -32,21 +31,7 @@ FEW = st.integers(0, 6)
 _unknown = count(2**20)  # contents of tokens without ids, each another
 
 
-@dataclass
-class Model:
-    """What a sequence is, in plain lists."""
-
-    salt: object
-    tokens: list  # ids, as long as they are known without a gap
-    contents: list  # of every token
-    computed: int  # leading tokens whose contents are written
-    released: int = 0  # leading pages that are gone
-    shortest: int = 0
-    place: str = "device"
-    swap: object = field(default=None, repr=False)
-
-
-class PagedCacheMachine(RuleBasedStateMachine):
+class PagedCacheMachine(Expectations, RuleBasedStateMachine):
     @initialize(
         num_pages=st.integers(4, 14),
         page_size=st.integers(1, 4),
@@ -65,41 +50,6 @@ class PagedCacheMachine(RuleBasedStateMachine):
         self.held: set[int] = set()
         self.cached: OrderedDict[int, None] = OrderedDict()
         self.add([0, 1, 1], None, True)
-
-    # What the model expects
-
-    def pages(self, length):
-        return -(-length // self.size)
-
-    def of(self, place):
-        return [seq_id for seq_id, seq in self.model.items() if seq.place == place]
-
-    def pick(self, data, place="device"):
-        return data.draw(st.sampled_from(self.of(place)), "seq_id")
-
-    def unused(self):
-        return next((seq_id for seq_id in IDS if seq_id not in self.model), len(self.model))
-
-    def tables(self):
-        return {seq_id: self.cache.block_table([seq_id])[0].tolist() for seq_id in self.of("device")}
-
-    def holders(self):
-        """Page -> how many hold it."""
-        moving = [seq.swap for seq in self.model.values() if seq.swap] + self.orphans
-        pages = [pair[0 if swap.to_host else 1] for swap in moving for pair in swap.pairs]
-        return Counter(page for table in self.tables().values() for page in table if page >= 0) + Counter(
-            pages
-        )
-
-    def found(self, tokens, salt):
-        """Leading tokens of a prompt in published pages."""
-        name, hits = _prefix_hash.root(salt, self.size), 0
-        while hits + self.size < len(tokens):
-            name = _prefix_hash.extend(name, tokens[hits : hits + self.size])
-            if name not in self.names:
-                break
-            hits += self.size
-        return hits
 
     def attempt(self, needed, free, call):
         """A call that needs pages: it must fail exactly if there are too few, and then change nothing."""
