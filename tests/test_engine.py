@@ -71,6 +71,10 @@ def test_specs_are_those_of_numpy(index):
     assert spec.alignment == min(16, address & -address)
 
 
+def test_no_emulator_outlives_its_test():
+    assert _launch.emulator() is None
+
+
 def test_host_and_device_do_not_mix():
     message = r"^f: arrays must be all on the host or all on one device; got a on the host and b on device 0$"
     with pytest.raises(TypeError, match=message):
