@@ -6,6 +6,7 @@ A backend moves NumPy arrays to its place with their exact strides, and `use()` 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,11 @@ class Gpu(Backend):
         import cupy
 
         self.xp = cupy
+
+
+def moved(backend: Backend, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call with their arrays in the backend's place."""
+    return {name: backend.array(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
 
 
 def gpu_available() -> bool:

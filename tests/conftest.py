@@ -35,19 +35,20 @@ if not SIMULATOR:
     def places(*names: str) -> list:
         return [pytest.param(n, marks=pytest.mark.gpu) if n == "gpu" else n for n in names]
 
-    @pytest.fixture(params=places(*BACKENDS))
-    def backend(request: pytest.FixtureRequest):
-        """Each place where the reference or kernels can run on this machine, see tests/backends.py."""
+    def in_use(request: pytest.FixtureRequest):
         chosen = BACKENDS[request.param]()
         with chosen.use():
             yield chosen
 
+    @pytest.fixture(params=places(*BACKENDS))
+    def backend(request: pytest.FixtureRequest):
+        """Each place where the reference or kernels can run on this machine, see tests/backends.py."""
+        yield from in_use(request)
+
     @pytest.fixture(params=places(*(n for n in BACKENDS if n != "numpy")))
     def kernels(request: pytest.FixtureRequest):
         """The backends that run kernels."""
-        chosen = BACKENDS[request.param]()
-        with chosen.use():
-            yield chosen
+        yield from in_use(request)
 
     class WideMemory:
         """Views whose strides reach past 2^32 elements; only the pages that are touched exist."""

@@ -13,7 +13,7 @@ from cuattn.decode import decode as split_kv_decode
 from cuattn.paged import append_kv, copy_pages, gather_kv
 from cuattn.testing import StateCase, guarded, to_device
 from tests.decode_cases import CONTROLS, DecodeCase
-from tests.test_paged import PagedCase
+from tests.paged_cases import PagedCase
 
 PLANTED = r"""
 extern "C" __global__ void memcheck(float* x) { x[threadIdx.x + 1000000000] = 1; }

@@ -14,12 +14,9 @@ from cuattn import reference
 from cuattn._plan_decode import splits_within
 from cuattn.decode import decode, decode_workspace_size, plan_decode
 from cuattn.testing import assert_same_bits, assert_state, check_guard, merge_bound
+from tests.backends import moved
 from tests.decode_cases import CONTROLS, LAYOUTS, NOTHING, DecodeCase
 from tests.decode_cases import decode_bounds as bounds
-
-
-def moved(backend, given: dict) -> dict:
-    return {name: backend.array(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
 
 
 def run(backend, given: dict, **more):

@@ -10,10 +10,10 @@ import cuattn
 from cuattn import _launch, _plan_decode, reference
 from cuattn.decode import decode, decode_workspace_size, plan_decode
 from cuattn.testing import assert_same_bits, assert_state
+from tests.backends import moved
 from tests.decode_cases import DecodeCase, decode_bounds
 from tests.engine import EmulatorEngine
 from tests.test_compile import DTYPES, types_of
-from tests.test_decode import moved
 
 f16, f32, i32, i64 = np.float16, np.float32, np.int32, np.int64
 CASE = DecodeCase((5, 40), 2, (4, 2), (16, 8), 16)

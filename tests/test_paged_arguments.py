@@ -15,8 +15,9 @@ from cuattn import _launch, _plan_paged
 from cuattn.paged import append_kv, copy_pages, gather_kv, swap_pages
 from cuattn.testing import assert_same_bits, check_guard
 from cuattn.testing.profiles import as_dtype
+from tests.backends import moved
+from tests.paged_cases import DTYPES, PagedCase, cases, full, guarded_pages, host
 from tests.test_compile import KERNELS
-from tests.test_paged import DTYPES, PagedCase, cases, full, guarded_pages, host, moved
 from tests.test_plan import Planner
 
 f16, f32, f8 = np.float16, np.float32, float8_e4m3fn

@@ -8,7 +8,7 @@ from ml_dtypes import bfloat16
 
 import cuattn
 from cuattn.testing import StateCase, assert_same_bits
-from tests.backends import Backend
+from tests.backends import Backend, moved
 
 CASE = StateCase((4, 2), 3, 16, "float16")
 
@@ -17,8 +17,7 @@ def arguments(backend, **changed):
     """Valid arguments of merge_state, in the place of the backend, some of them changed."""
     (out_a, lse_a), (out_b, lse_b), _ = CASE.parts()
     valid = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    moved = {**valid, **changed}
-    return {k: backend.array(v) if isinstance(v, np.ndarray) else v for k, v in moved.items()}
+    return moved(backend, {**valid, **changed})
 
 
 def empty(*shape, dtype=np.float16):
