@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import cupy
-import ml_dtypes
 import numpy as np
 
 from bench import harness
+from bench.inputs import as_bits, dtype_named, normal
 from cuattn import reference
 from cuattn.paged import append_kv, copy_pages, gather_kv
-from cuattn.testing.profiles import as_dtype
 
 BASE = {"tokens": 65536, "heads": 8, "head_dim": 128, "page_size": 16, "dtype": "bfloat16", "cache": "bfloat16"}
 FLOAT8 = {"cache": "float8_e4m3fn"}
@@ -38,7 +37,7 @@ POOL = 65536  # slots at least, so that few tokens lie far apart too
 
 def itemsizes(case: harness.Case) -> tuple[int, int]:
     """Bytes of an element outside the cache and in it."""
-    cache = 1 if case["cache"] == FLOAT8["cache"] else 2
+    cache = dtype_named(case["cache"]).itemsize
     return (cache if case["op"] == "copy" else 2), cache
 
 
@@ -46,20 +45,6 @@ def bytes_moved(case: harness.Case) -> int:
     """K and V, read and written, and the rows of cos and sin; indices (0.1 % of it) are not counted."""
     tables = case["tokens"] * case["head_dim"] * 4 if case["op"] == "append_rotary" else 0
     return 2 * case["tokens"] * case["heads"] * case["head_dim"] * sum(itemsizes(case)) + tables
-
-
-def cache_dtype(case: harness.Case) -> np.dtype:
-    return np.dtype(ml_dtypes.float8_e4m3fn) if case["cache"] == FLOAT8["cache"] else as_dtype(case["cache"])
-
-
-def random(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> cupy.ndarray:
-    """Normally distributed; float8 as bytes that are no NaN, for CuPy doesn't convert to it."""
-    rng = cupy.random.default_rng(seed)
-    if dtype.itemsize == 1:
-        return rng.integers(0, 0x7F, shape).astype(cupy.uint8).view(dtype)
-    out = cupy.empty(shape, dtype)
-    out[...] = rng.standard_normal(shape, dtype=cupy.float32)
-    return out
 
 
 def page_order(case: harness.Case, seed: int) -> np.ndarray:
@@ -70,13 +55,13 @@ def page_order(case: harness.Case, seed: int) -> np.ndarray:
 
 def inputs(case: harness.Case, seed: int) -> tuple[list[cupy.ndarray], list[cupy.ndarray], np.ndarray]:
     """K and V, their pages, and the slots of the tokens."""
-    order, page_size = page_order(case, seed), case["page_size"]
+    order, page_size, rng = page_order(case, seed), case["page_size"], cupy.random.default_rng(seed)
     token = (case["heads"], case["head_dim"])
-    tokens = [random((case["tokens"], *token), as_dtype(case["dtype"]), seed + n) for n in (0, 1)]
+    tokens = [normal((case["tokens"], *token), dtype_named(case["dtype"]), rng) for _ in "kv"]
     shape = (len(order), page_size, *token)
     if case["op"] == "append_head_major":
         shape = (shape[0], shape[2], shape[1], shape[3])
-    pages = [random(shape, cache_dtype(case), seed + 2 + n) for n in (0, 1)]
+    pages = [normal(shape, dtype_named(case["cache"]), rng) for _ in "kv"]
     if case["op"] == "append_head_major":
         pages = [x.swapaxes(1, 2) for x in pages]
     i = np.arange(case["tokens"])
@@ -101,23 +86,19 @@ def setup(case: harness.Case, seed: int) -> harness.Run:
         return harness.Run(call, lambda: wrong(case, tokens, pages, slots, options), call)
     if case["op"] == "append_rotary":
         positions = cupy.arange(case["tokens"])
-        angles = random((case["tokens"], case["head_dim"] // 2), np.dtype(np.float32), seed)
+        rng = cupy.random.default_rng(seed)
+        angles = normal((case["tokens"], case["head_dim"] // 2), dtype_named("float32"), rng)
         options |= {"rotary_cos": cupy.cos(angles), "rotary_sin": cupy.sin(angles), "positions": positions}
     call = lambda: append_kv(*tokens, *pages, index, **options)  # noqa: E731
     return harness.Run(call, lambda: wrong(case, tokens, pages, slots, options), call)
-
-
-def as_bytes(array: cupy.ndarray) -> cupy.ndarray:
-    """CuPy indexes integers of any size, but no float8."""
-    return array.view(f"u{array.dtype.itemsize}")
 
 
 def wrong(case: harness.Case, tokens, pages, slots: np.ndarray, options: dict) -> float:
     """0 if 64 tokens are what they must be (K too unless it was rotated), bit for bit; else infinity."""
     some = np.random.default_rng(0).integers(0, len(slots), 64)
     page, offset = np.divmod(slots[some], case["page_size"])
-    outside = [as_bytes(x)[some].get().view(x.dtype) for x in tokens]
-    inside = [as_bytes(x)[page, offset].get().view(x.dtype)[:, None] for x in pages]
+    outside = [as_bits(x)[some].get().view(x.dtype) for x in tokens]
+    inside = [as_bits(x)[page, offset].get().view(x.dtype)[:, None] for x in pages]
     scales = {name: np.float32(SCALE) for name in options if name.endswith("scale")}
     if case["op"] == "gather":
         found = reference.gather_kv(*inside, np.arange(64), **scales)
@@ -131,7 +112,7 @@ def wrong(case: harness.Case, tokens, pages, slots: np.ndarray, options: dict) -
 
 def wrong_pages(pages, ids: np.ndarray) -> float:
     source, target = ids[:, :: max(ids.shape[1] // 64, 1)]
-    same = [bool((as_bytes(x)[source] == as_bytes(x)[target]).all()) for x in pages]
+    same = [bool((as_bits(x)[source] == as_bits(x)[target]).all()) for x in pages]
     return 0.0 if all(same) else np.inf
 
 

@@ -7,9 +7,9 @@ import numpy as np
 
 import cuattn
 from bench import harness
+from bench.inputs import dtype_named, normal
 from cuattn import reference
 from cuattn.testing import assert_state, merge_bound
-from cuattn.testing.profiles import as_dtype
 
 BASE = {"rows": 4096, "states": 8, "heads": 32, "head_dim": 128, "dtype": "bfloat16"}
 CASES = [
@@ -39,9 +39,7 @@ def inputs(case: harness.Case, seed: int) -> tuple[cupy.ndarray, cupy.ndarray]:
     """Outs (states, rows, heads, head_dim) and lses (states, rows, heads), normally distributed."""
     rng = cupy.random.default_rng(seed)
     shape = (case["states"], case["rows"], case["heads"])
-    outs = cupy.empty((*shape, case["head_dim"]), as_dtype(case["dtype"]))
-    for out in outs:  # piece by piece: float32 random numbers take twice the memory
-        out[...] = rng.standard_normal(out.shape, dtype=cupy.float32)
+    outs = normal((*shape, case["head_dim"]), dtype_named(case["dtype"]), rng)
     return outs, rng.standard_normal(shape, dtype=cupy.float32)
 
 

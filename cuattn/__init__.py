@@ -12,6 +12,10 @@ from cuattn._compile import CompileError, get_include  # noqa: E402  the CUDA he
 from cuattn._settings import checking  # noqa: E402  how much of the arguments is checked
 from cuattn._version import __version__  # noqa: E402
 from cuattn.base2 import lse_from_base2, lse_to_base2  # noqa: E402  for libraries with base-2 logarithms
+from cuattn.decode import decode, decode_workspace_size, plan_decode  # noqa: E402  attention of the newest tokens
+from cuattn.paged import append_kv, copy_pages, gather_kv, swap_pages  # noqa: E402  keys and values in pages
+from cuattn.paged_cache import OutOfPages, PagedKVCache, UnknownSequence  # noqa: E402  who has which page
+from cuattn.rotary import apply_rotary  # noqa: E402  positions
 from cuattn.state import (  # noqa: E402  partial results and how they combine
     AttentionState,
     merge_state,
@@ -23,8 +27,17 @@ from cuattn.state import (  # noqa: E402  partial results and how they combine
 __all__ = [
     "AttentionState",
     "CompileError",
+    "OutOfPages",
+    "PagedKVCache",
+    "UnknownSequence",
     "__version__",
+    "append_kv",
+    "apply_rotary",
     "checking",
+    "copy_pages",
+    "decode",
+    "decode_workspace_size",
+    "gather_kv",
     "get_include",
     "lse_from_base2",
     "lse_to_base2",
@@ -32,6 +45,8 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
     "merge_states_varlen",
+    "plan_decode",
+    "swap_pages",
 ]
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping
 
 import ml_dtypes
 import numpy as np
 
-from cuattn._call import ArraySpec, Call
+from cuattn._call import ArraySpec, Call, array_spec
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
 FLOAT32 = np.dtype(np.float32)
 FLOATS = (FLOAT16, BFLOAT16, FLOAT32)
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)  # of K/V caches only
+CUDA_TYPES = {FLOAT16: "__half", BFLOAT16: "__nv_bfloat16", FLOAT32: "float", FLOAT8: "__nv_fp8_e4m3"}
 INDICES = (np.dtype(np.int32), np.dtype(np.int64))
 MAX_HEAD_DIM = 512
 
@@ -26,7 +26,7 @@ def fresh(shape: tuple[int, ...], dtype: np.dtype) -> ArraySpec:
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return ArraySpec(shape, tuple(reversed(strides)), dtype, 16)
+    return array_spec(shape, tuple(reversed(strides)), dtype, 16)
 
 
 def dtype(where: str, spec: ArraySpec, allowed: Iterable[np.dtype]) -> None:
@@ -86,15 +86,6 @@ def distinct_elements(where: str, spec: ArraySpec) -> None:
             reach += (size - 1) * stride
 
 
-@functools.lru_cache(4096)
-def extent(spec: ArraySpec) -> tuple[int, int]:
-    """First and past-the-last byte of an array, relative to its address."""
-    if 0 in spec.shape:
-        return 0, 0
-    ends = [(size - 1) * stride for size, stride in zip(spec.shape, spec.strides)]
-    return sum(e for e in ends if e < 0), sum(e for e in ends if e > 0) + spec.dtype.itemsize
-
-
 class _Ghost:
     """An array's place in memory without the memory, for NumPy to reason about."""
 
@@ -110,9 +101,6 @@ class _Ghost:
 
 def overlap(a: ArraySpec, address_a: int, b: ArraySpec, address_b: int) -> bool:
     """Whether two arrays share a byte; True also if finding out would take too long."""
-    (low_a, high_a), (low_b, high_b) = extent(a), extent(b)
-    if address_a + high_a <= address_b + low_b or address_b + high_b <= address_a + low_a:
-        return False
     try:
         ghosts = np.asarray(_Ghost(a, address_a)), np.asarray(_Ghost(b, address_b))
         return np.shares_memory(*ghosts, max_work=10_000)  # type: ignore[arg-type]
@@ -125,38 +113,39 @@ def outputs(call: Call, same: Mapping[str, tuple[str, ...]]) -> None:
 
     Those they may lie on exactly; a stack of inputs may have the output as one of its members.
     """
-    for output in same:
+    given = [name for name in same if name in call.places]
+    if not given:
+        return
+    reach = {}  # first and past-the-last byte of every array
+    for name, (spec, address) in call.places.items():
+        low, high = spec.extent
+        reach[name] = address + low, address + high
+    for output in given:
         array = call.arrays[output]
-        if array is None:
-            continue
         if isinstance(array, np.ndarray) and not array.flags.writeable:
             raise ValueError(f"{call.function}: {output} must be writeable; got a read-only array")
-        (spec,) = call.required(output)
-        address = call.address(array)
-        low, high = (address + end for end in extent(spec))
-        for name, other in call.arrays.items():
-            other_spec = call.specs[name]
-            if other_spec is None or name == output:
-                continue
-            other_address = call.address(other)
-            other_low, other_high = extent(other_spec)
-            if high <= other_address + other_low or other_address + other_high <= low:
-                continue  # the usual case, decided here for its speed
-            allowed = name in same[output]
-            if allowed and _lies_on(spec, address, other_spec, other_address):
-                continue
-            if overlap(spec, address, other_spec, other_address):
-                rule = f"exactly {name} or apart from it" if allowed else f"apart from {name}"
-                raise ValueError(f"{call.function}: {output} must be {rule}; got arrays that overlap")
+        low, high = reach[output]
+        for name, (other_low, other_high) in reach.items():
+            if low < other_high and other_low < high and name != output:
+                _refuse_overlap(call, output, name, name in same[output])
 
 
-def _lies_on(spec: ArraySpec, address: int, other: ArraySpec, other_address: int) -> bool:
+def _refuse_overlap(call: Call, output: str, name: str, allowed: bool) -> None:
+    places = *call.places[output], *call.places[name]
+    if allowed and _lies_on(f"{call.function}: {name}, with {output} in it,", *places):
+        return
+    if overlap(*places):
+        rule = f"exactly {name} or apart from it" if allowed else f"apart from {name}"
+        raise ValueError(f"{call.function}: {output} must be {rule}; got arrays that overlap")
+
+
+def _lies_on(where: str, spec: ArraySpec, address: int, other: ArraySpec, other_address: int) -> bool:
     if spec.dtype != other.dtype:
         return False
     if _same_axes(spec.shape, spec.strides, other.shape, other.strides):
         return address == other_address
     if _same_axes(spec.shape, spec.strides, other.shape[1:], other.strides[1:]) and other.strides[0]:
-        distinct_elements("a stack with the result as one of its states", other)
+        distinct_elements(where, other)
         member, rest = divmod(address - other_address, other.strides[0])
         return rest == 0 and 0 <= member < other.shape[0]
     return False

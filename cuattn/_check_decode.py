@@ -9,14 +9,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn import _check
-from cuattn._call import ArraySpec, Call
+from cuattn import _check, _check_rotary, _check_scale
+from cuattn._call import ArraySpec, Call, remembered
 from cuattn._check import FLOAT8, FLOAT32, FLOATS
-from cuattn._dims_decode import UNBOUNDED, DecodeDims, IndexDims
+from cuattn._check_decode_values import decode_values
+from cuattn._check_scale import Factors
+from cuattn._dims_decode import UNBOUNDED, DecodeDims, IndexDims, NewDims
 
 _MAX_TOKENS = 2**31 - 2**16  # of a sequence: the kernel counts them in 32 bits, some steps beyond the end
 _MAX_ROWS = 2**17  # seqlen_q * num_heads: what a grid reaches
+_MAX_NEW = 2**22  # the kernel counts the features of new tokens in 32 bits
+_RESULTS: dict[str, tuple[str, ...]] = {"out": (), "lse": (), "workspace": ()}
+_RESULTS_AND_PAGES: dict[str, tuple[str, ...]] = {**_RESULTS, "k_pages": (), "v_pages": ()}
 MaybeSpec = ArraySpec | None
+
+_shared_dims = functools.lru_cache(4096)(DecodeDims)  # so that a plan fits by identity, with a workspace and without
 
 
 class Options(NamedTuple):
@@ -28,44 +35,37 @@ class Options(NamedTuple):
     v_scale: np.float32
 
 
-def decode(call: Call, causal: bool, window: tuple[int, int], values: bool) -> DecodeDims:
-    """Table, lengths, padding and batch indices are looked at if `values`."""
-    q, k, v, table, lengths = call.required("q", "k_pages", "v_pages", "block_table", "cache_seqlens")
-    optional = [call.specs[n] for n in ("cache_batch_idx", "cache_leftpad", "alibi_slopes", "sinks")]
-    scales = call.specs["k_scale"], call.specs["v_scale"]
-    results = call.specs["out"], call.specs["lse"]
-    sides = _window(call.function, causal, window)
-    dims = _decode(call.function, q, (k, v), (table, lengths), *optional, scales, results, sides)
-    _check.outputs(call, {"out": (), "lse": (), "workspace": ()})
+def decode(
+    call: Call, causal: bool, window: tuple[int, int], interleaved: bool, scaled: bool, values: bool
+) -> DecodeDims:
+    """`scaled`: a scale is given. Table, lengths, padding and batch indices are looked at if `values`."""
+    dims = _decode(call, *_window(call.function, causal, window), bool(interleaved), scaled)
+    _check.outputs(call, _RESULTS if call.specs["k"] is None else _RESULTS_AND_PAGES)
     if values:
-        _values(call, dims)
+        decode_values(call, dims)
     return dims
 
 
-def options(function: str, head_dim: int, sm_scale: Any, softcap: Any, k_scale: Any, v_scale: Any) -> Options:
+def options(function: str, head_dim: int, sm_scale: Any, softcap: Any, factors: Factors) -> Options:
     """Numbers in float32."""
+    if sm_scale is None:
+        sm_scale = head_dim**-0.5
     for name, given in (("sm_scale", sm_scale), ("softcap", softcap)):
-        if not is_number(given) and (given is not None or name == "softcap"):
+        if not _check_scale.is_number(given):
             raise TypeError(f"{function}: {name} must be a number; got {type(given).__name__}")
-    k_scale, v_scale = (given if is_number(given) else 1.0 for given in (k_scale, v_scale))
-    return _options(function, head_dim**-0.5 if sm_scale is None else sm_scale, softcap, k_scale, v_scale)
+    return _options(function, sm_scale, softcap, *factors)
 
 
-def is_number(given: Any) -> bool:
-    """A scale that is passed by value, not as an array."""
-    return isinstance(given, (int, float, np.number))
-
-
-def workspace(call: Call, least: int) -> None:
+@functools.lru_cache(4096)
+def workspace(function: str, spec: ArraySpec, least: int) -> None:
     """Scratch memory of at least that many float32."""
-    spec, where = call.specs["workspace"], f"{call.function}: workspace"
-    if spec is None:
-        return
+    where = f"{function}: workspace"
     _check.dtype(where, spec, [FLOAT32])
     _check.axes(where, spec, ("num_floats",))
     if spec.shape[0] > 1 and spec.strides[0] != FLOAT32.itemsize:
         raise ValueError(f"{where} must be contiguous; got a stride of {spec.strides[0]} bytes")
-    _check.strides_in_elements(where, spec)
+    if spec.alignment < 16:
+        raise ValueError(f"{where} must begin at a multiple of 16 bytes; got one of {spec.alignment}")
     if spec.shape[0] < least:
         raise ValueError(f"{where}.shape[0] must be at least {least} (decode_workspace_size / 4); got {spec.shape[0]}")
 
@@ -82,25 +82,28 @@ def _options(function: str, *numbers: float) -> Options:
     return options
 
 
-def _window(function: str, causal: bool, window: Any) -> tuple[int, int]:
+def _window(function: str, causal: bool, window: Any) -> tuple[tuple[int, int], bool]:
+    """Keys seen before and after the position of a query, and whether any limit was asked for."""
     try:
-        left, right = (operator.index(side) for side in window)
+        left, right = window
+        left, right = operator.index(left), operator.index(right)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{function}: window must be two integers (left, right); got {window!r}") from error
-    if min(left, right) < -1:
+    if left < -1 or right < -1:
         raise ValueError(f"{function}: window must be (left, right), each -1 (unbounded) or more; got {window}")
-    left, right = (UNBOUNDED if side == -1 else min(side, UNBOUNDED) for side in (left, right))
-    return left, 0 if causal else right
+    local = bool(causal) or (left, right) != (-1, -1)
+    left = UNBOUNDED if left == -1 else min(left, UNBOUNDED)
+    right = 0 if causal else UNBOUNDED if right == -1 else min(right, UNBOUNDED)
+    return (left, right), local
 
 
-@functools.lru_cache(4096)
-def _decode(
-    function: str, q: ArraySpec, pages: tuple[ArraySpec, ArraySpec], index: tuple[ArraySpec, ArraySpec],
-    batch_idx: MaybeSpec, leftpad: MaybeSpec, slopes: MaybeSpec, sinks: MaybeSpec,
-    scales: tuple[MaybeSpec, MaybeSpec], results: tuple[MaybeSpec, MaybeSpec], window: tuple[int, int],
-) -> DecodeDims:  # fmt: skip
-    where = f"{function}: "
-    (k, v), (table, lengths) = pages, index
+@remembered
+def _decode(call: Call, window: tuple[int, int], local: bool, interleaved: bool, scaled: bool) -> DecodeDims:
+    where, specs = f"{call.function}: ", call.specs
+    q, k, v, table, lengths = call.required("q", "k_pages", "v_pages", "block_table", "cache_seqlens")
+    batch_idx, leftpad, slopes, sinks = (
+        specs[n] for n in ("cache_batch_idx", "cache_leftpad", "alibi_slopes", "sinks")
+    )
     _check.axes(where + "q", q, ("batch", "seqlen_q", "num_heads", "head_dim"))
     _check.dtype(where + "q", q, FLOATS)
     _check.head_dim(where + "q", q)
@@ -118,8 +121,8 @@ def _decode(
     if table.shape[1] * page_size > _MAX_TOKENS:
         rule = f"block_table.shape[1] * page_size must be at most {_MAX_TOKENS}"
         raise ValueError(f"{where}{rule}; got {table.shape[1] * page_size}")
-    out, lse = _results(where, q, head_dim_v, results)
-    return DecodeDims(
+    out, lse = _results(where, q, head_dim_v, (specs["out"], specs["lse"]))
+    return _shared_dims(
         batch, seqlen_q, num_heads, num_kv_heads, head_dim, head_dim_v, num_pages, page_size, num_sequences,
         table.shape[1], q.dtype, k.dtype, window,
         _index(where + "block_table", table), _check.strides_in_elements(where + "block_table", table)[0],
@@ -129,9 +132,42 @@ def _decode(
         _leading(where + "k_pages", k), _leading(where + "v_pages", v),
         _by_head(where + "alibi_slopes", slopes, [(num_heads,), (batch, num_heads)]),
         _by_head(where + "sinks", sinks, [(num_heads,)])[1],
-        _scale(where + "k_scale", scales[0], num_kv_heads), _scale(where + "v_scale", scales[1], num_kv_heads),
+        _check_scale.step(where + "k_scale", specs["k_scale"], num_kv_heads),
+        _check_scale.step(where + "v_scale", specs["v_scale"], num_kv_heads),
         math.gcd(_check.alignment(k, range(3)), _check.alignment(v, range(3))),
+        _new(call, local, interleaved, scaled),
     )  # fmt: skip
+
+
+def _new(call: Call, local: bool, interleaved: bool, scaled: bool) -> NewDims:
+    """Of a call whose other arrays are checked."""
+    where, (q, *caches) = f"{call.function}: ", call.required("q", "k_pages", "v_pages")
+    k, v, cos, sin = (call.specs[n] for n in ("k", "v", "rotary_cos", "rotary_sin"))
+    for names, pair in ((("k", "v"), (k, v)), (("rotary_cos", "rotary_sin"), (cos, sin))):
+        if pair.count(None) == 1:
+            rule = f"{names[0]} and {names[1]} must be given together"
+            raise TypeError(f"{where}{rule}; got no {names[pair.index(None)]}")
+    if k is None or v is None:
+        if cos is not None:
+            raise TypeError(f"{where}rotary_cos and rotary_sin need new k and v; got none")
+        return NewDims()
+    for name, array, pages in zip("kv", (k, v), caches):
+        _check.axes(where + name, array, ("batch", "seqlen_new", "num_kv_heads", "head_dim"))
+        _check.dtype(where + name, array, [q.dtype])
+        shape = q.shape[0], k.shape[1], *pages.shape[2:]
+        _check.shape(where + name, array, shape, f"that of q, k and {name}_pages")
+        _check.head_dim(where + name, array)
+        _check.distinct_elements(f"{where}{name}_pages", pages)
+    if k.shape[1] >= _MAX_NEW:
+        raise ValueError(f"{where}k.shape[1] (seqlen_new) must be less than {_MAX_NEW}; got {k.shape[1]}")
+    if scaled and caches[0].dtype != FLOAT8:
+        rule = "with new k and v, k_scale and v_scale need float8_e4m3fn pages"
+        raise ValueError(f"{where}{rule}; got {caches[0].dtype}")
+    rotary = None
+    if cos is not None and sin is not None:
+        rotary = _check_rotary.tables(where, ("rotary_cos", "rotary_sin"), cos, sin, q, interleaved)
+    steps = _leading(where + "k", k), _leading(where + "v", v)
+    return NewDims(k.shape[1], *steps, rotary, rotary is not None and local)
 
 
 def _pages(where: str, q: ArraySpec, k: ArraySpec, v: ArraySpec) -> None:
@@ -160,9 +196,8 @@ def _tables(
             _check.dtype(where + name, array, _check.INDICES)
     if batch_idx is None and table.shape[0] != batch:
         raise ValueError(f"{where}block_table.shape[0] must equal batch of q ({batch}); got {table.shape[0]}")
-    _check.shape(where + "cache_seqlens", lengths, table.shape[:1], "block_table.shape[:1]")
-    for name, array in (("cache_batch_idx", batch_idx), ("cache_leftpad", leftpad)):
-        if array is not None:
+    for name, array in given.items():
+        if array is not None and name != "block_table":
             _check.shape(where + name, array, (batch,), "q.shape[:1]")
     return table.shape[0]
 
@@ -205,42 +240,3 @@ def _by_head(where: str, array: MaybeSpec, shapes: list[tuple[int, ...]]) -> tup
         raise ValueError(f"{where}.shape must be {' or '.join(map(str, shapes))}; got {array.shape}")
     strides = _check.strides_in_elements(where, array)
     return (0, strides[0]) if len(strides) == 1 else (strides[0], strides[1])
-
-
-def _scale(where: str, array: MaybeSpec, heads: int) -> int:
-    if array is None:
-        return 0
-    _check.dtype(where, array, [FLOAT32])
-    if array.shape not in ((), (1,), (heads,)):
-        raise ValueError(f"{where}.shape must be (), (1,) or (num_kv_heads,) ({heads},); got {array.shape}")
-    strides = _check.strides_in_elements(where, array)
-    return strides[0] if array.shape == (heads,) and heads > 1 else 0
-
-
-# For CUATTN_CHECK=values
-
-
-def _values(call: Call, dims: DecodeDims) -> None:
-    table, lengths = call.to_host("block_table"), call.to_host("cache_seqlens")
-    rows, leftpad = np.arange(dims.batch), np.zeros(dims.batch, np.int64)
-    if dims.batch_idx.bytes:
-        rows = call.to_host("cache_batch_idx")
-        _within(call, "cache_batch_idx", rows, dims.num_sequences - 1, "num_sequences - 1")
-    _within(call, "cache_seqlens", lengths, dims.max_tokens, "max_pages_per_seq * page_size", set(rows.tolist()))
-    lengths = lengths[rows].astype(np.int64)
-    if dims.leftpad.bytes:
-        leftpad = call.to_host("cache_leftpad")
-        _within(call, "cache_leftpad", leftpad, lengths, "cache_seqlens")
-    for b in range(dims.batch if dims.seqlen_q else 0):
-        first = max(int(leftpad[b]), int(lengths[b]) - dims.seqlen_q - dims.window[0])
-        first_page, end = first // dims.page_size, -(-int(lengths[b]) // dims.page_size)
-        pages = table[rows[b], first_page : end if first < lengths[b] else first_page]
-        for j in np.flatnonzero((pages < 0) | (pages >= dims.num_pages))[:1]:
-            name, rule = f"block_table[{rows[b]}, {first_page + j}]", f"num_pages - 1 ({dims.num_pages - 1})"
-            raise ValueError(f"{call.function}: {name} must be within 0 and {rule}; got {pages[j]}")
-
-
-def _within(call: Call, name: str, values: np.ndarray, most: Any, rule: str, used: set[int] | None = None) -> None:
-    for b, (value, limit) in enumerate(np.broadcast(values, most)):
-        if not 0 <= value <= limit and (used is None or b in used):
-            raise ValueError(f"{call.function}: {name}[{b}] must be within 0 and {rule} ({limit}); got {value}")

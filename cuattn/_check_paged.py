@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import numpy as np
 
-from cuattn import _check
-from cuattn._call import ArraySpec, Call
-from cuattn._check import FLOAT8, FLOAT32, FLOATS
+from cuattn import _check, _check_rotary, _check_scale
+from cuattn._call import ArraySpec, Call, remembered
+from cuattn._check import FLOAT8, FLOATS
 from cuattn._dims import PagedDims, PagedSide, RotaryDims
 
 CACHE_DTYPES = (*FLOATS, FLOAT8)
@@ -19,22 +18,16 @@ _TABLES = ("rotary_cos", "rotary_sin", "positions")
 _MAX_ROW = 2**22  # elements of one token: what a grid reaches
 _MAX_TOKENS = 2**31
 
-Pair = tuple[ArraySpec, ArraySpec]  # of K and V
-Scales = tuple[ArraySpec | None, ArraySpec | None]
-Tables = tuple[ArraySpec, ArraySpec, ArraySpec]  # cos, sin, positions
+_WRITTEN_BY_APPEND: dict[str, tuple[str, ...]] = {"k_pages": (), "v_pages": ()}
+_WRITTEN_BY_GATHER: dict[str, tuple[str, ...]] = {"k": (), "v": ()}
+
+Pair = tuple[ArraySpec, ...]  # of K and V
 
 
 def append(call: Call, interleaved: bool, scaled: bool, values: bool) -> PagedDims:
     """Tokens into slots; `scaled`: a scale is given; slots, positions and scales are looked at if `values`."""
-    missing = [name for name in _TABLES if call.specs[name] is None]
-    if 0 < len(missing) < len(_TABLES):
-        rule = f"{', '.join(_TABLES)} must be given together"
-        raise TypeError(f"{call.function}: {rule}; got no {' and no '.join(missing)}")
-    rotary = None if missing else call.required(*_TABLES)
-    k, v, k_pages, v_pages, slots = call.required("k", "v", "k_pages", "v_pages", "slot_mapping")
-    scales = call.specs["k_scale"], call.specs["v_scale"]
-    dims = _append(call.function, (k, v), (k_pages, v_pages), slots, scales, scaled, rotary, bool(interleaved))
-    _check.outputs(call, {"k_pages": (), "v_pages": ()})
+    dims = _append(call, bool(interleaved), scaled)
+    _check.outputs(call, _WRITTEN_BY_APPEND)
     if values:
         used = _slots(call, dims)
         _distinct(f"{call.function}: slot_mapping", call.to_host("slot_mapping"), used)
@@ -42,33 +35,24 @@ def append(call: Call, interleaved: bool, scaled: bool, values: bool) -> PagedDi
             positions, most = call.to_host("positions"), dims.rotary.max_positions
             wrong, rule = used & ((positions < 0) | (positions >= most)), "0 or more and below rotary_cos.shape[0]"
             _refuse(f"{call.function}: positions", positions, wrong, f"{rule} ({most})")
-        _positive_scales(call)
+        _check_scale.positive(call)
     return dims
 
 
 def gather(call: Call, dtype: np.dtype | None, scaled: bool, values: bool) -> PagedDims:
     """Slots into tokens of `dtype` (None: that of `k`, else of the pages); `scaled`: a scale is given."""
-    k_pages, v_pages, slots = call.required("k_pages", "v_pages", "slot_mapping")
-    scales = call.specs["k_scale"], call.specs["v_scale"]
-    given = call.specs["k"], call.specs["v"]
-    if dtype is None:
-        dtype = next((g.dtype for g in given if g is not None), k_pages.dtype)
-    dims = _gather(call.function, (k_pages, v_pages), slots, scales, scaled, given, dtype)
-    _check.outputs(call, {"k": (), "v": ()})
+    dims = _gather(call, dtype, scaled)
+    _check.outputs(call, _WRITTEN_BY_GATHER)
     if values:
         _slots(call, dims)
-        _positive_scales(call)
+        _check_scale.positive(call)
     return dims
 
 
 def copy(call: Call, values: bool) -> PagedDims:
     """Pages into pages, of the same cache if no target arrays are given."""
-    read = call.required("k_pages", "v_pages")
-    given = call.specs["target_k_pages"], call.specs["target_v_pages"]
-    if (given[0] is None) != (given[1] is None):
-        raise TypeError(f"{call.function}: target_k_pages and target_v_pages must be given together; got one of them")
-    names = ("k_pages", "v_pages") if given[0] is None else ("target_k_pages", "target_v_pages")
-    dims = _copy(call.function, read, call.required(*names), names, *call.required("source", "target"))
+    dims = _copy(call)
+    names = _targets(call)
     _check.outputs(call, dict(zip(names, (("k_pages",), ("v_pages",)))))
     if values:
         source, target = (call.to_host(n) for n in ("source", "target"))
@@ -76,7 +60,7 @@ def copy(call: Call, values: bool) -> PagedDims:
         for name, ids, most in zip(("source", "target"), (source, target), dims.num_pages):
             _refuse(f"{call.function}: {name}", ids, used & (ids >= most), f"below num_pages ({most})")
         _distinct(f"{call.function}: target", target, used)
-        if call.address(call.arrays[names[0]]) == call.address(call.arrays["k_pages"]):  # within one cache
+        if call.places[names[0]][1] == call.places["k_pages"][1]:  # within one cache
             moved = used & (source != target)
             wrong = moved & np.isin(target, source[moved])
             _refuse(f"{call.function}: target", target, wrong, "no source of another pair within one cache")
@@ -91,21 +75,15 @@ def named_dtype(function: str, given: object) -> np.dtype | None:
         raise TypeError(f"{function}: dtype must name a dtype; got {given!r}") from error
 
 
-def scale(function: str, name: str, given: object) -> float | None:
-    """A scale that is no array, as a float32 can hold it; None if it is an array or there is none."""
-    if given is None or not isinstance(given, (int, float, np.number)):
-        return None
-    if not 2.0**-149 <= given <= float(np.finfo(np.float32).max):
-        raise ValueError(f"{function}: {name} must be above 0 and finite in float32; got {given}")
-    return float(given)
-
-
-@functools.lru_cache(4096)
-def _append(
-    function: str, tokens: Pair, pages: Pair, slots: ArraySpec, scales: Scales, scaled: bool, tables: Tables | None,
-    interleaved: bool,
-) -> PagedDims:  # fmt: skip
-    where = f"{function}: "
+@remembered
+def _append(call: Call, interleaved: bool, scaled: bool) -> PagedDims:
+    where = f"{call.function}: "
+    missing = [name for name in _TABLES if call.specs[name] is None]
+    if 0 < len(missing) < len(_TABLES):
+        rule = f"{', '.join(_TABLES)} must be given together"
+        raise TypeError(f"{where}{rule}; got no {' and no '.join(missing)}")
+    k, v, k_pages, v_pages, slots = call.required("k", "v", "k_pages", "v_pages", "slot_mapping")
+    tokens, pages = (k, v), (k_pages, v_pages)
     cache(where, ("k_pages", "v_pages"), pages)
     _tokens(where, tokens, pages, slots)
     _check.dtype(where + "k", tokens[0], FLOATS)
@@ -115,17 +93,18 @@ def _append(
         raise ValueError(f"{where}k_scale and v_scale need float8_e4m3fn pages; got {pages[0].dtype}")
     for name, array in zip(("k_pages", "v_pages"), pages):
         _check.distinct_elements(where + name, array)
-    steps = _scales(where, scales, pages)
-    rotary = None if tables is None else _rotary(where, tables, tokens[0], interleaved)
+    steps = _scales(call, k_pages.shape[2])
+    rotary = None if missing else _rotary(call, k, interleaved)
     return _dims(where, "append", tokens, pages, steps, slots, rotary)
 
 
-@functools.lru_cache(4096)
-def _gather(
-    function: str, pages: Pair, slots: ArraySpec, scales: Scales, scaled: bool,
-    given: tuple[ArraySpec | None, ArraySpec | None], dtype: np.dtype,
-) -> PagedDims:  # fmt: skip
-    where = f"{function}: "
+@remembered
+def _gather(call: Call, dtype: np.dtype | None, scaled: bool) -> PagedDims:
+    where = f"{call.function}: "
+    k_pages, v_pages, slots = call.required("k_pages", "v_pages", "slot_mapping")
+    pages, given = (k_pages, v_pages), (call.specs["k"], call.specs["v"])
+    if dtype is None:
+        dtype = next((g.dtype for g in given if g is not None), k_pages.dtype)
     cache(where, ("k_pages", "v_pages"), pages)
     widened = pages[0].dtype == FLOAT8 and dtype != FLOAT8
     wanted = _check.fresh((), dtype)
@@ -142,14 +121,23 @@ def _gather(
     for name, array in zip(("k", "v"), tokens):
         _check.dtype(where + name, array, [dtype])
         _check.distinct_elements(where + name, array)
-    return _dims(where, "gather", (tokens[0], tokens[1]), pages, _scales(where, scales, pages), slots, None)
+    return _dims(where, "gather", (tokens[0], tokens[1]), pages, _scales(call, k_pages.shape[2]), slots, None)
 
 
-@functools.lru_cache(4096)
-def _copy(
-    function: str, read: Pair, written: Pair, names: tuple[str, str], source: ArraySpec, target: ArraySpec
-) -> PagedDims:
-    where = f"{function}: "
+def _targets(call: Call) -> tuple[str, str]:
+    """The names of the pages that are written."""
+    if call.specs["target_k_pages"] is None:
+        return "k_pages", "v_pages"
+    return "target_k_pages", "target_v_pages"
+
+
+@remembered
+def _copy(call: Call) -> PagedDims:
+    where, names = f"{call.function}: ", _targets(call)
+    read, (source, target) = call.required("k_pages", "v_pages"), call.required("source", "target")
+    if (call.specs["target_k_pages"] is None) != (call.specs["target_v_pages"] is None):
+        raise TypeError(f"{where}target_k_pages and target_v_pages must be given together; got one of them")
+    written = call.required(*names)
     cache(where, ("k_pages", "v_pages"), read)
     cache(where, names, written)
     for name, array, like, other in zip(names, written, read, ("k_pages", "v_pages")):
@@ -197,39 +185,17 @@ def _tokens(where: str, tokens: Pair, pages: Pair, slots: ArraySpec) -> None:
         _check.shape(where + name, array, (slots.shape[0], *cache.shape[2:]), f"that of slot_mapping and {name}_pages")
 
 
-def _rotary(where: str, tables: Tables, k: ArraySpec, interleaved: bool) -> RotaryDims:
-    cos, sin, positions = tables
-    _check.dtype(where + "rotary_cos", cos, dict.fromkeys([k.dtype, FLOAT32]))
-    _check.dtype(where + "rotary_sin", sin, [cos.dtype])
-    _check.axes(where + "rotary_cos", cos, ("max_positions", "rotary_dim / 2"))
-    _check.shape(where + "rotary_sin", sin, cos.shape, "rotary_cos.shape")
-    half = cos.shape[1]
-    if not 1 <= half <= k.shape[2] // 2:
-        rule = f"rotary_cos.shape[1] (rotary_dim / 2) must be 1 to head_dim / 2 ({k.shape[2] // 2})"
-        raise ValueError(f"{where}{rule}; got {half}")
-    for name, table in zip(_TABLES, (cos, sin)):
-        _check.head_dim(where + name, table)
+def _rotary(call: Call, k: ArraySpec, interleaved: bool) -> RotaryDims:
+    where, (cos, sin, positions) = f"{call.function}: ", call.required(*_TABLES)
+    rotary = _check_rotary.tables(where, ("rotary_cos", "rotary_sin"), cos, sin, k, interleaved)
     _check.dtype(where + "positions", positions, _check.INDICES)
     _check.shape(where + "positions", positions, (k.shape[0],), "(num_tokens,)")
-    steps = [_check.strides_in_elements(where + name, table)[0] for name, table in zip(_TABLES, (cos, sin))]
-    alignment = math.gcd(*(_check.alignment(table, [0]) for table in (cos, sin)))
-    index, wide = _index(where + "positions", positions), cos.dtype == FLOAT32
-    return RotaryDims(half, interleaved, wide, cos.shape[0], (steps[0], steps[1]), index, alignment)
+    return rotary._replace(positions=_index(where + "positions", positions))
 
 
-def _scales(where: str, scales: Scales, pages: Pair) -> tuple[int, int]:
-    """Elements between the scales of neighbouring heads."""
-    steps, heads = [], pages[0].shape[2]
-    for name, array in zip(("k_scale", "v_scale"), scales):
-        step = 0
-        if array is not None:
-            _check.dtype(where + name, array, [FLOAT32])
-            if array.shape not in ((), (1,), (heads,)):
-                raise ValueError(f"{where}{name}.shape must be (), (1,) or (num_kv_heads,); got {array.shape}")
-            strides = _check.strides_in_elements(where + name, array)
-            step = strides[0] if array.shape == (heads,) and heads > 1 else 0
-        steps.append(step)
-    return steps[0], steps[1]
+def _scales(call: Call, heads: int) -> tuple[int, int]:
+    k, v = (_check_scale.step(f"{call.function}: {name}", call.specs[name], heads) for name in ("k_scale", "v_scale"))
+    return k, v
 
 
 def _dims(
@@ -286,11 +252,3 @@ def _distinct(where: str, ids: np.ndarray, used: np.ndarray) -> None:
     values, counts = np.unique(ids[used], return_counts=True)
     for value in values[counts > 1][:1]:
         raise ValueError(f"{where} must name each at most once; got {value} {counts[values == value][0]} times")
-
-
-def _positive_scales(call: Call) -> None:
-    for name in ("k_scale", "v_scale"):
-        if call.specs[name] is not None:
-            values = call.to_host(name)
-            if not ((values > 0) & np.isfinite(values)).all():
-                raise ValueError(f"{call.function}: {name} must be above 0 and finite; got {values}")

@@ -8,44 +8,45 @@ import math
 import numpy as np
 
 from cuattn import _check
-from cuattn._call import ArraySpec, Call
+from cuattn._call import ArraySpec, Call, remembered
 from cuattn._check import FLOAT32, FLOATS
 from cuattn._dims import MAX_ROW_AXES, MergeDims, Strides, collapse, pad_front
 
 Names = tuple[str, str]  # of the `out` and the `lse` of a state, for messages
-State = tuple[ArraySpec, ...]  # their specs
+State = tuple[ArraySpec, ...]  # the specs of both
 _RESULT = ("out", "lse")
 
 
 def pair(call: Call, names_a: Names, names_b: Names) -> MergeDims:
     """Two states into one; `mask` has one entry per row, or per row without its last axis (the heads)."""
-    dims = _pair(
-        call.function, names_a, call.required(*names_a), names_b, call.required(*names_b),
-        call.specs.get("mask"), call.specs["out"], call.specs["lse"],
-    )  # fmt: skip
+    dims = _pair(call, names_a, names_b)
     _check.outputs(call, {"out": (names_a[0], names_b[0]), "lse": (names_a[1], names_b[1])})
     return dims
 
 
 def listed(call: Call, states: int) -> MergeDims:
     """A list of states, each with strides of its own."""
-    names = [(f"outs[{n}]", f"lses[{n}]") for n in range(states)]
-    specs = tuple(call.required(*n) for n in names)
-    dims = _listed(call.function, specs, call.specs["out"], call.specs["lse"])
-    _check.outputs(call, {"out": tuple(n[0] for n in names), "lse": tuple(n[1] for n in names)})
+    dims, names = _listed(call, states), list_names(states)
+    _check.outputs(call, {"out": names[:states], "lse": names[states:]})
     return dims
+
+
+@functools.cache
+def list_names(states: int) -> tuple[str, ...]:
+    """Of the outs, then of the lses."""
+    return tuple(f"{name}[{n}]" for name in ("outs", "lses") for n in range(states))
 
 
 def stack(call: Call) -> MergeDims:
     """States along axis 0."""
-    dims = _stack(call.function, *call.required("outs", "lses"), None, call.specs["out"], call.specs["lse"])
+    dims = _stack(call, False)
     _check.outputs(call, {"out": ("outs",), "lse": ("lses",)})
     return dims
 
 
 def ragged(call: Call, values: bool) -> MergeDims:
     """States along axis 0 in segments, whose offsets are `indptr`; they are looked at if `values`."""
-    dims = _stack(call.function, *call.required("outs", "lses", "indptr"), call.specs["out"], call.specs["lse"])
+    dims = _stack(call, True)
     if values:
         where = f"{call.function}: indptr"
         _check.ascending_offsets(where, call.to_host("indptr"), dims.states, "outs.shape[0]")
@@ -53,19 +54,17 @@ def ragged(call: Call, values: bool) -> MergeDims:
     return dims
 
 
-@functools.lru_cache(4096)
-def _pair(
-    function: str, names_a: Names, a: State, names_b: Names, b: State, mask: ArraySpec | None,
-    out: ArraySpec | None, lse: ArraySpec | None,
-) -> MergeDims:  # fmt: skip
-    where = f"{function}: "
+@remembered
+def _pair(call: Call, names_a: Names, names_b: Names) -> MergeDims:
+    where, a, b = f"{call.function}: ", call.required(*names_a), call.required(*names_b)
+    mask = call.specs["mask"]
     _state(where, names_a, a)
     _state(where, names_b, b)
     _check.shape(where + names_b[0], b[0], a[0].shape, f"{names_a[0]}.shape")
     dtypes = (a[0].dtype, b[0].dtype)
     if len(set(dtypes)) == 2 and FLOAT32 not in dtypes:
         raise TypeError(f"{where}{names_b[0]} must be {dtypes[0].name} or float32; got {dtypes[1].name}")
-    result = _result(where, out, lse, a[0].shape, dtypes)
+    result = _result(call, a[0].shape, dtypes)
     rows = a[0].shape[:-1]
     mask_strides = (0,) * len(rows)
     if mask is not None:
@@ -78,15 +77,16 @@ def _pair(
     return _dims("pair", sizes, 2, kept, (), (a[0], b[0], result[0]), result[0].shape)
 
 
-@functools.lru_cache(4096)
-def _listed(function: str, states: tuple[State, ...], out: ArraySpec | None, lse: ArraySpec | None) -> MergeDims:
-    where = f"{function}: "
+@remembered
+def _listed(call: Call, number: int) -> MergeDims:
+    where = f"{call.function}: "
+    states = [call.required(f"outs[{n}]", f"lses[{n}]") for n in range(number)]
     first = states[0][0]
     for n, state in enumerate(states):
         _state(where, (f"outs[{n}]", f"lses[{n}]"), state)
         _check.shape(f"{where}outs[{n}]", state[0], first.shape, "outs[0].shape")
         _check.dtype(f"{where}outs[{n}]", state[0], [first.dtype])
-    result = _result(where, out, lse, first.shape, (first.dtype,))
+    result = _result(call, first.shape, (first.dtype,))
     strides = _strides(where, _RESULT, result)
     for n, state in enumerate(states):
         strides += _strides(where, (f"outs[{n}]", f"lses[{n}]"), state)
@@ -95,12 +95,10 @@ def _listed(function: str, states: tuple[State, ...], out: ArraySpec | None, lse
     return _dims("list", sizes, len(states), kept, (), (worst, worst, result[0]), first.shape)
 
 
-@functools.lru_cache(4096)
-def _stack(
-    function: str, outs: ArraySpec, lses: ArraySpec, index: ArraySpec | None,
-    out: ArraySpec | None, lse: ArraySpec | None,
-) -> MergeDims:  # fmt: skip
-    where = f"{function}: "
+@remembered
+def _stack(call: Call, ragged: bool) -> MergeDims:
+    where, (outs, lses) = f"{call.function}: ", call.required("outs", "lses")
+    index = call.required("indptr")[0] if ragged else None
     _check.axes(where + "outs", outs, ("states", "...", "head_dim"))
     _state(where, ("outs", "lses"), (outs, lses))
     if outs.shape[0] >= 2**31 - 2**16:  # the kernel counts states in 32 bits, in steps of up to 512
@@ -109,7 +107,7 @@ def _stack(
     steps = tuple(s[0] for s in strides)
     inner = [s[1:] for s in strides]
     if index is None:
-        result = _result(where, out, lse, outs.shape[1:], (outs.dtype,))
+        result = _result(call, outs.shape[1:], (outs.dtype,))
         sizes, kept = _collapse(where, outs.shape[1:-1], inner + _strides(where, _RESULT, result), MAX_ROW_AXES)
         steps += (0, 0, 0)
     else:
@@ -117,7 +115,7 @@ def _stack(
         _check.axes(where + "indptr", index, ("segments + 1",))
         if not index.shape[0]:
             raise ValueError(f"{where}indptr.shape[0] must be at least 1; got 0")
-        result = _result(where, out, lse, (index.shape[0] - 1, *outs.shape[1:]), (outs.dtype,))
+        result = _result(call, (index.shape[0] - 1, *outs.shape[1:]), (outs.dtype,))
         by_segment = _strides(where, _RESULT, result)
         inner += [s[1:] for s in by_segment]
         sizes, kept = _collapse(where, outs.shape[1:-1], inner, MAX_ROW_AXES - 1)
@@ -142,9 +140,8 @@ def _state(where: str, names: Names, state: State) -> None:
     _check.shape(where + names[1], lse, out.shape[:-1], f"{names[0]}.shape[:-1]")
 
 
-def _result(
-    where: str, out: ArraySpec | None, lse: ArraySpec | None, shape: tuple[int, ...], inputs: tuple[np.dtype, ...]
-) -> State:
+def _result(call: Call, shape: tuple[int, ...], inputs: tuple[np.dtype, ...]) -> State:
+    where, out, lse = f"{call.function}: ", call.specs["out"], call.specs["lse"]
     if out is None:
         out = _check.fresh(shape, inputs[0] if len(set(inputs)) == 1 else FLOAT32)
     if lse is None:

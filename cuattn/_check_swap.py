@@ -76,7 +76,7 @@ def _alike(name: str, spec: ArraySpec, other_name: str, other: ArraySpec) -> Non
     one = ArraySpec(spec.shape[1:], spec.strides[1:], spec.dtype, spec.alignment)
     _check.distinct_elements(f"{_FUNCTION}: a page of {name}", one)
     size = math.prod(one.shape) * one.dtype.itemsize
-    if _check.extent(one) != (0, size):
+    if one.extent != (0, size):
         raise ValueError(f"{_FUNCTION}: a page of {name} must be {size} contiguous bytes; got strides {spec.strides}")
 
 

@@ -13,14 +13,13 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuattn import _cache
 from cuattn._settings import debug
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """One entry point of one source file for one tile."""
 
     file: str  # in kernels_cu

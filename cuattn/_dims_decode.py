@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cuattn._dims import RotaryDims
+
 UNBOUNDED = 2**31 - 1  # of a window: no position is further away
 
 
@@ -15,6 +17,16 @@ class IndexDims(NamedTuple):
 
     bytes: int  # 4 or 8 an entry; 0: the array is absent
     step: int  # along the last axis
+
+
+class NewDims(NamedTuple):
+    """Tokens that a call adds to its cache, and the rotation of keys and queries; strides are in elements."""
+
+    seqlen: int = 0
+    k: tuple[int, int, int] = (0, 0, 0)  # batch, seqlen_new, kv head
+    v: tuple[int, int, int] = (0, 0, 0)
+    rotary: RotaryDims | None = None
+    queries_turn: bool = False  # each by its own position; else all by that of the first new token
 
 
 @dataclass(frozen=True, eq=False)  # equal calls share one object, see _check_decode: hashing it must be cheap
@@ -49,6 +61,7 @@ class DecodeDims:
     k_scale: int
     v_scale: int
     alignment: int  # bytes that divide the address of every row of k_pages and v_pages
+    new: NewDims
 
     @property
     def num_rows(self) -> int:
@@ -64,3 +77,8 @@ class DecodeDims:
     def max_tokens(self) -> int:
         """The longest sequence that the table can hold."""
         return self.max_pages * self.page_size
+
+    @property
+    def num_new(self) -> int:
+        """New tokens of all sequences."""
+        return self.batch * self.new.seqlen

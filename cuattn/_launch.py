@@ -27,8 +27,9 @@ class DeviceInfo(NamedTuple):
 class Engine(Protocol):
     """A place where kernels run."""
 
-    def device(self, array: Any) -> int: ...
-    def address(self, array: Any) -> int: ...
+    @property
+    def array_type(self) -> type: ...
+    def place(self, array: Any) -> tuple[int, int]: ...
     def info(self, device: int) -> DeviceInfo: ...
     def empty(self, shape: tuple[int, ...], dtype: Any, device: int) -> Any: ...
     def to_host(self, array: Any) -> np.ndarray: ...
@@ -54,11 +55,14 @@ def by_value(*numbers: int, size: int = 0) -> np.void:
     return np.frombuffer(packed, dtype=f"V{len(packed)}")[0]
 
 
+_BARE = frozenset([bool, int, float])
+
+
 def refuse_bare_numbers(kernel: Kernel, args: Sequence[Any]) -> None:
     """A Python int or float would reach the kernel as 8 bytes, whatever its parameter is."""
-    for position, arg in enumerate(args):
-        if type(arg) in (bool, int, float):  # numpy.float64 is a float too, but says its size
-            raise TypeError(f"{kernel.entry}: argument {position} is a bare {type(arg).__name__}; pass a NumPy scalar")
+    if not _BARE.isdisjoint(map(type, args)):  # not isinstance: numpy.float64 is a float too, but says its size
+        position, kind = next((n, type(arg).__name__) for n, arg in enumerate(args) if type(arg) in _BARE)
+        raise TypeError(f"{kernel.entry}: argument {position} is a bare {kind}; pass a NumPy scalar")
 
 
 class CupyEngine:
@@ -69,15 +73,15 @@ class CupyEngine:
         from cupy.cuda import nvtx
 
         self._cupy, self._nvtx = cupy, nvtx
+        self.array_type = cupy.ndarray
         self._functions: dict[tuple[int, Kernel], Any] = {}
         self._infos: dict[int, DeviceInfo] = {}
         self._lock = threading.Lock()
 
-    def device(self, array: Any) -> int:
-        return array.data.device_id
-
-    def address(self, array: Any) -> int:
-        return array.data.ptr
+    def place(self, array: Any) -> tuple[int, int]:
+        """Device and address."""
+        memory = array.data
+        return memory.device_id, memory.ptr
 
     def info(self, device: int) -> DeviceInfo:
         if device not in self._infos:
@@ -89,8 +93,10 @@ class CupyEngine:
         return self._infos[device]
 
     def empty(self, shape: tuple[int, ...], dtype: Any, device: int) -> Any:
-        with self.on(device):
-            return self._cupy.ndarray(shape, dtype)
+        if self._is_elsewhere(device):
+            with self._cupy.cuda.Device(device):
+                return self.empty(shape, dtype, device)
+        return self._cupy.ndarray(shape, dtype)
 
     def to_host(self, array: Any) -> np.ndarray:
         return self._cupy.asnumpy(array)  # the current stream is waited for
@@ -122,13 +128,15 @@ class CupyEngine:
         device: int,
     ) -> None:
         refuse_bare_numbers(kernel, args)
-        with self.on(device):
-            function = self._functions.get((device, kernel)) or self._load(device, kernel)
-            self._nvtx.RangePush(kernel.entry)
-            try:
-                function(grid, block, tuple(args), shared_bytes)
-            finally:
-                self._nvtx.RangePop()
+        if self._is_elsewhere(device):
+            with self._cupy.cuda.Device(device):
+                return self.launch(kernel, grid, block, shared_bytes, args, device)
+        function = self._functions.get((device, kernel)) or self._load(device, kernel)
+        self._nvtx.RangePush(kernel.entry)
+        try:
+            function(grid, block, tuple(args), shared_bytes)
+        finally:
+            self._nvtx.RangePop()
 
     def attributes(self, kernel: Kernel, device: int) -> dict[str, int]:
         """Registers, local and static shared bytes of a loaded kernel, as the driver reports them."""
@@ -141,9 +149,11 @@ class CupyEngine:
         }
 
     def on(self, device: int) -> contextlib.AbstractContextManager[Any]:
-        if self._cupy.cuda.runtime.getDevice() == device:
-            return _NOTHING
-        return self._cupy.cuda.Device(device)
+        return self._cupy.cuda.Device(device) if self._is_elsewhere(device) else contextlib.nullcontext()
+
+    def _is_elsewhere(self, device: int) -> bool:
+        """Whether another device is the current one; asked first, as entering a device takes time."""
+        return self._cupy.cuda.runtime.getDevice() != device
 
     def capturing(self, device: int) -> bool:
         with self.on(device):
@@ -184,7 +194,6 @@ def architecture(capability: tuple[int, int], supported: Sequence[int], suffix: 
     return f"sm_{nearest}{suffix}" if nearest // 10 == capability[0] else f"compute_{nearest}"
 
 
-_NOTHING = contextlib.nullcontext()
 _engine: CupyEngine | None = None
 _emulator: Engine | None = None
 _engine_lock = threading.Lock()
@@ -203,9 +212,9 @@ def cupy_engine() -> CupyEngine | None:
     return _engine
 
 
-def emulator() -> Engine | None:
-    """The engine that stands in for a device in tests, if one is in use."""
-    return _emulator
+def usual_engine() -> Engine | None:
+    """The engine that the next array is probably for: the emulator of a test, else CuPy's if it was needed before."""
+    return _engine if _emulator is None else _emulator
 
 
 @contextlib.contextmanager

@@ -8,17 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cuattn import _check, _launch
+from cuattn import _check, _launch, _plan_decode_mma
 from cuattn._compile import Kernel
 from cuattn._dims_decode import DecodeDims
 from cuattn._settings import debug
 
 _THREADS = 128  # of a block, as in decode.cu
 _SPLIT_LEAST = 256  # tokens of a split, as in decode.cuh
-_CUDA_TYPES = {
-    _check.FLOAT16: "__half", _check.BFLOAT16: "__nv_bfloat16", _check.FLOAT32: "float",
-    _check.FLOAT8: "__nv_fp8_e4m3",
-}  # fmt: skip
 _ROWS = {8: 4, 16: 2}  # query rows of a block by the features of a lane: what registers hold
 
 
@@ -37,17 +33,18 @@ class DecodePlan:
     """How a decode runs, for arrays of certain shapes, strides and dtypes and any lengths and tables."""
 
     split: Launch
-    merge: Launch | None  # None: no sequence can have two splits
+    merge: Launch | None  # None: no sequence can have two splits, or there is no query
     num_splits: int  # of the longest sequence that the table can hold
-    lanes: int  # that share a key
+    mma: bool  # on tensor cores
+    lanes: int  # that share a key; 0 on tensor cores
     workspace_bytes: int
     dims: DecodeDims = field(repr=False)
-    layout: np.void = field(repr=False)  # DecodeLayout of decode.cuh
+    layout: np.void = field(repr=False)  # DecodeLayout of decode.cuh, MmaLayout of decode_mma.cuh
 
 
 def most_splits(num_kv_heads: int) -> int:
     """How many splits a sequence can have: enough to fill a device, fewer where many kv heads do that already."""
-    return min(max(256 // num_kv_heads, 32), 128)
+    return min(max(384 // num_kv_heads, 16), 128)
 
 
 def splits_within(max_tokens: int, num_kv_heads: int) -> int:
@@ -69,22 +66,34 @@ def plan_decode(dims: DecodeDims, device: _launch.DeviceInfo) -> DecodePlan:
     ValueError
         If the grid would exceed what a device can start.
     """
+    splits = splits_within(dims.max_tokens, dims.num_kv_heads)
+    mma = _plan_decode_mma.tile(dims, device, splits, most_splits(dims.num_kv_heads))
+    if mma is not None:
+        numbers = _layout(dims, most_splits(dims.num_kv_heads), splits, mma.row_groups, 0)
+        split = Launch(mma.kernel, mma.grid, (mma.threads, 1, 1), mma.shared_bytes)
+        merge = mma.merge and Launch(mma.merge, mma.merge_grid, (mma.merge_threads, 1, 1))
+        layout = _launch.by_value(*numbers, *mma.work)
+        plan = DecodePlan(split, merge, splits, True, 0, mma.workspace_bytes, dims, layout)
+        debug(1, plan)
+        return plan
     widest = max(dims.head_dim, dims.head_dim_v)
     vec, features = _tile(dims, widest)
     vectors = -(-widest // vec)
     # Of lone elements, neighbouring lanes load neighbours; vectors of 16 bytes take as few lanes as can be.
     lanes = _power_of_two(min(vectors, 32) if vec == 1 else -(-vectors // (features // vec)))
     rows = _ROWS[features]
-    row_groups = -(-dims.seqlen_q * dims.group // rows)
-    splits = splits_within(dims.max_tokens, dims.num_kv_heads)
+    row_groups = max(-(-dims.seqlen_q * dims.group // rows), 1)  # new tokens are written without queries too
     grid = (dims.batch * splits, dims.num_kv_heads * row_groups, 1)
     if grid[0] >= 2**31 or grid[1] >= 2**16:
         rule = "batch * splits must be less than 2**31, num_kv_heads * groups of query rows less than 2**16"
         raise ValueError(f"decode: {rule}; got {grid[0]} and {grid[1]}")
-    merge = Launch(_kernel("merge", dims.dtype, dims.dtype, 1, 16), (dims.num_rows, 1, 1)) if splits > 1 else None
+    merge = None
+    if splits > 1 and dims.num_rows:
+        merge = Launch(_kernel("merge", dims.dtype, dims.dtype, 1, 16), (dims.num_rows, 1, 1))
     plan = DecodePlan(
-        Launch(_kernel("split", dims.dtype, dims.cache_dtype, vec, features), grid), merge, splits, lanes,
-        workspace_bytes(dims.num_rows, dims.head_dim_v, splits), dims, _layout(dims, splits, row_groups, lanes),
+        Launch(_kernel("split", dims.dtype, dims.cache_dtype, vec, features), grid), merge, splits, False, lanes,
+        workspace_bytes(dims.num_rows, dims.head_dim_v, splits), dims,
+        _launch.by_value(*_layout(dims, most_splits(dims.num_kv_heads), splits, row_groups, lanes)),
     )  # fmt: skip
     debug(1, plan)
     return plan
@@ -104,13 +113,13 @@ def _power_of_two(n: int) -> int:
 
 
 def _kernel(step: str, dtype: np.dtype, cache_dtype: np.dtype, vec: int, features: int) -> Kernel:
-    types = {"T": _CUDA_TYPES[dtype], "C": _CUDA_TYPES[cache_dtype]}
+    types = {"T": _check.CUDA_TYPES[dtype], "C": _check.CUDA_TYPES[cache_dtype]}
     defines: dict[str, str | int] = {**types, "VEC": vec, "FEATURES": features}
     return Kernel("decode.cu", f"cuattn_decode_{step}", tuple(defines.items()))
 
 
 def kernels() -> Iterator[Kernel]:
-    """Every kernel that `plan_decode` can choose, once each; the tests compile them all."""
+    """Every kernel that `plan_decode` can choose, once each, but for those of `_plan_decode_mma`; all are compiled."""
     for dtype in _check.FLOATS:
         for cache_dtype in (dtype, _check.FLOAT8):
             vec = 16 // cache_dtype.itemsize
@@ -119,12 +128,18 @@ def kernels() -> Iterator[Kernel]:
         yield _kernel("merge", dtype, dtype, 1, 16)
 
 
-def _layout(dims: DecodeDims, splits: int, row_groups: int, lanes: int) -> np.void:
+def _layout(dims: DecodeDims, most: int, splits: int, row_groups: int, lanes: int) -> tuple[int, ...]:
     """DecodeLayout of decode.cuh."""
-    return _launch.by_value(
+    new, rotary = dims.new, dims.new.rotary
+    room, turn = dims.max_tokens, (0,) * 6
+    if rotary is not None:  # a token without a row of cosines has no place
+        room = min(room, rotary.max_positions)
+        turn = (rotary.half, rotary.interleaved, rotary.float_tables, rotary.max_positions, *rotary.steps)
+    return (
         dims.seqlen_q, dims.num_heads, dims.group, dims.head_dim, dims.head_dim_v,
         dims.num_sequences, dims.num_pages, dims.page_size, dims.max_tokens,
-        most_splits(dims.num_kv_heads), splits, row_groups, lanes, *dims.window,
+        most, splits, row_groups, lanes, *dims.window,
         *dims.table, dims.table_row, *dims.lengths, *dims.batch_idx, *dims.leftpad,
         *dims.q, *dims.out, *dims.lse, *dims.k, *dims.v, *dims.slopes, dims.sinks, dims.k_scale, dims.v_scale,
+        new.seqlen, room, *new.k, *new.v, *turn, new.queries_turn,
     )  # fmt: skip

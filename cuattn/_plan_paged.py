@@ -16,7 +16,6 @@ from cuattn._settings import debug
 
 _THREADS = 128
 _WORDS = {16: "uint4", 4: "uint1", 2: "ushort1", 1: "uchar1"}  # what a copy moves, best first
-_CUDA_TYPES = {_check.FLOAT16: "__half", _check.BFLOAT16: "__nv_bfloat16", _check.FLOAT32: "float"}
 _ENTRIES = {"append": "cuattn_append_kv", "gather": "cuattn_gather_kv", "copy": "cuattn_copy_pages"}
 
 
@@ -64,9 +63,9 @@ def kernels() -> Iterator[Kernel]:
             if operation != "append" or size > 1:  # tokens have 16 bits at least
                 yield _kernel(operation, word, 1, False)
     for operation in ("append", "gather"):
-        for dtype, name in _CUDA_TYPES.items():
+        for dtype in _check.FLOATS:
             for vec in (16 // dtype.itemsize, 1):
-                yield _kernel(operation, name, vec, True)
+                yield _kernel(operation, _check.CUDA_TYPES[dtype], vec, True)
 
 
 def _kernel(operation: str, type_: str, vec: int, convert: bool) -> Kernel:
@@ -81,7 +80,7 @@ def _tile(dims: PagedDims) -> _Tile:
         word = next(w for w in _WORDS if divides % w == 0)
         return _Tile(_WORDS[word], 1, False, (word, word))
     vec = 16 // tokens
-    return _Tile(_CUDA_TYPES[dims.dtypes[0]], vec if _fits(dims, vec) else 1, True, (tokens, pages))
+    return _Tile(_check.CUDA_TYPES[dims.dtypes[0]], vec if _fits(dims, vec) else 1, True, (tokens, pages))
 
 
 def _fits(dims: PagedDims, vec: int) -> bool:

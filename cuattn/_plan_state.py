@@ -17,7 +17,6 @@ from cuattn._settings import debug
 LIST = 32  # states that one launch of a list takes, as in state.cu
 _CHUNK = 8  # states that one thread has in flight, as in state.cu
 _THREADS, _SPLIT_THREADS = 128, 512
-_CUDA_TYPES = {_check.FLOAT16: "__half", _check.BFLOAT16: "__nv_bfloat16", _check.FLOAT32: "float"}
 _ENTRIES = {"pair": "pair", "list": "list", "stack": "stack", "ragged": "stack"}
 _VECTORS = (8, 4, 1)  # features of one thread, best first
 
@@ -64,7 +63,7 @@ def _fits(vec: int, dtype: np.dtype) -> bool:
 
 
 def _kernel(form: str, dtypes: Sequence[np.dtype], vec: int, split: bool) -> Kernel:
-    types = [_CUDA_TYPES[d] for d in dtypes]
+    types = [_check.CUDA_TYPES[d] for d in dtypes]
     defines: dict[str, str | int] = {"TA": types[0], "TB": types[1], "TO": types[2], "VEC": vec, "SPLIT": int(split)}
     return Kernel("state.cu", "cuattn_merge_" + _ENTRIES[form], tuple(defines.items()))
 
@@ -94,11 +93,11 @@ def layout(dims: MergeDims) -> np.void:
     return _launch.by_value(dims.num_rows, *dims.rows[1:], *itertools.chain.from_iterable(dims.strides), *stack)
 
 
-def list_layout(dims: MergeDims, addresses: Sequence[tuple[int, int]]) -> np.void:
-    """ListLayout of state.cu; `addresses` of each state's out and lse."""
-    out, lse, *states = dims.strides
-    fields = [dims.num_rows, *dims.rows[1:], *out, *lse, dims.states]
+def list_layout(dims: MergeDims, addresses: Sequence[int]) -> np.void:
+    """ListLayout of state.cu; addresses of every state's out, then of every lse."""
+    out_at, lse_at, *states = dims.strides
+    fields = [dims.num_rows, *dims.rows[1:], *out_at, *lse_at, dims.states]
     size = len(fields) + LIST * 2 * (1 + MAX_ROW_AXES)  # a ListState is two addresses and two times the strides
-    for address, out_at, lse_at in zip(addresses, states[::2], states[1::2]):
-        fields += (*address, *out_at, *lse_at)
+    for out_address, lse_address, out_at, lse_at in zip(addresses, addresses[dims.states :], states[::2], states[1::2]):
+        fields += (out_address, lse_address, *out_at, *lse_at)
     return _launch.by_value(*fields, size=size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ def checking(level: str) -> Iterator[None]:
     level : {"arguments", "values"}
         ``"arguments"`` (the default) checks what the host knows: shapes, dtypes, strides, devices. ``"values"`` also
         reads index arrays back from the device (ids in range, ascending offsets); it synchronises, so it can't be
-        used inside a graph capture. The environment variable ``CUATTN_CHECK`` sets the level outside any block.
+        used inside a graph capture. The environment variable ``CUATTN_CHECK`` sets the level outside any block; it is
+        read at the first call.
 
     Raises
     ------
@@ -37,8 +39,12 @@ def checking(level: str) -> Iterator[None]:
 
 def checks_values() -> bool:
     """Whether index arrays are to be read back and checked."""
-    level = _check.get()
-    return (level or _valid(os.environ.get("CUATTN_CHECK", _LEVELS[0]), "CUATTN_CHECK")) == "values"
+    return (_check.get() or _environment_level()) == "values"
+
+
+@functools.cache  # the environment takes a microsecond
+def _environment_level() -> str:
+    return _valid(os.environ.get("CUATTN_CHECK", _LEVELS[0]), "CUATTN_CHECK")
 
 
 def _valid(level: str, where: str) -> str:

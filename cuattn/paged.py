@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from cuattn import _check, _check_paged, reference
-from cuattn._call import Call
+from cuattn import _check, _check_paged, _check_scale, reference
+from cuattn._call import Call, rounded
+from cuattn._check_scale import Factors
 from cuattn._check_swap import swap
 from cuattn._dims import PagedDims
 from cuattn._plan_paged import layout, plan_paged
-from cuattn._settings import checks_values
 
 
 def append_kv(
@@ -77,19 +77,19 @@ def append_kv(
     >>> k_pages[1, 2, 0]
     array([1., 1.], dtype=float32)
     """
-    arrays = {"k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages, "slot_mapping": slot_mapping}
-    arrays |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "positions": positions}
-    call, factors = _call("append_kv", arrays, k_scale, v_scale)
+    arrays = {  # as the kernel takes them
+        "k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages, "slot_mapping": slot_mapping, "k_scale": k_scale,
+        "v_scale": v_scale, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "positions": positions,
+    }  # fmt: skip
     scaled = k_scale is not None or v_scale is not None
-    dims = _check_paged.append(call, rotary_interleaved, scaled, _values(call))
-    given = call.arrays
+    factors = _check_scale.by_value("append_kv", arrays)
+    call = Call("append_kv", arrays)
+    dims = _check_paged.append(call, rotary_interleaved, scaled, call.checks_values())
     if call.engine is None:
         _append_on_host(call, dims, factors)
     elif dims.num_tokens:
-        names = ("k", "v", "k_pages", "v_pages", "slot_mapping", "k_scale", "v_scale")
-        turning = [given[n] for n in ("rotary_cos", "rotary_sin", "positions")]
-        args = [*(given[n] for n in names), *_by_value(factors), *turning, layout(dims)]
-        call.launch(plan_paged(dims, call.info()), args)
+        given = [*call.arrays.values()]
+        call.launch(plan_paged(dims, call.info()), [*given[:7], *factors, *given[7:], layout(dims)])
 
 
 def gather_kv(
@@ -133,16 +133,19 @@ def gather_kv(
     append_kv : the way in.
     cuattn.reference.gather_kv : the definition.
     """
-    arrays = {"k_pages": k_pages, "v_pages": v_pages, "slot_mapping": slot_mapping, "k": k, "v": v}
-    call, factors = _call("gather_kv", arrays, k_scale, v_scale)
+    arrays = {"k_pages": k_pages, "v_pages": v_pages, "slot_mapping": slot_mapping}
+    arrays |= {"k_scale": k_scale, "v_scale": v_scale, "k": k, "v": v}
     scaled = k_scale is not None or v_scale is not None
-    dims = _check_paged.gather(call, _check_paged.named_dtype(call.function, dtype), scaled, _values(call))
+    factors = _check_scale.by_value("gather_kv", arrays)
+    call = Call("gather_kv", arrays)
+    wanted = _check_paged.named_dtype(call.function, dtype)
+    dims = _check_paged.gather(call, wanted, scaled, call.checks_values())
     given = call.arrays
     tokens = [_empty(call, dims, n) if given[name] is None else given[name] for n, name in enumerate("kv")]
     if call.engine is None:
         _gather_on_host(call, dims, factors, tokens)
     elif dims.num_tokens:
-        scales = [given["k_scale"], given["v_scale"], *_by_value(factors)]
+        scales = [given["k_scale"], given["v_scale"], *factors]
         args = [given["k_pages"], given["v_pages"], *tokens, given["slot_mapping"], *scales, layout(dims)]
         call.launch(plan_paged(dims, call.info()), args)
     return tokens[0], tokens[1]
@@ -181,8 +184,9 @@ def copy_pages(
     cuattn.reference.copy_pages : the definition.
     """
     arrays = {"k_pages": k_pages, "v_pages": v_pages, "source": source, "target": target}
-    call = Call("copy_pages", arrays | {"target_k_pages": target_k_pages, "target_v_pages": target_v_pages})
-    dims = _check_paged.copy(call, _values(call))
+    arrays |= {"target_k_pages": target_k_pages, "target_v_pages": target_v_pages}
+    call = Call("copy_pages", arrays)
+    dims = _check_paged.copy(call, call.checks_values())
     given = call.arrays
     read = [given["k_pages"], given["v_pages"]]
     written = read if target_k_pages is None else [given["target_k_pages"], given["target_v_pages"]]
@@ -240,23 +244,7 @@ def swap_pages(
             else:
                 ours[ids[0]] = theirs[ids[1]]
         else:
-            call.copy_async(dims.runs(n, call.address(ours), host.address(theirs)), to_host, stream)
-
-
-def _call(function: str, arrays: dict[str, Any], k_scale: Any, v_scale: Any) -> tuple[Call, list[float | None]]:
-    """The call, in which a scale that is a number is no array, and the scales that are numbers."""
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    numbers = {name: _check_paged.scale(function, name, value) for name, value in scales.items()}
-    given = {name: value if numbers[name] is None else None for name, value in scales.items()}
-    return Call(function, arrays | given), list(numbers.values())
-
-
-def _values(call: Call) -> bool:
-    return checks_values() or call.engine is None
-
-
-def _by_value(numbers: Sequence[float | None]) -> list[np.float32]:
-    return [np.float32(1 if number is None else number) for number in numbers]
+            call.copy_async(dims.runs(n, call.places[pages][1], host.places[stored][1]), to_host, stream)
 
 
 def _empty(call: Call, dims: PagedDims, side: int) -> Any:
@@ -266,15 +254,12 @@ def _empty(call: Call, dims: PagedDims, side: int) -> Any:
     return call.empty(shape, dtype)
 
 
-def _host_scales(call: Call, numbers: Sequence[float | None]) -> list[Any]:
-    """As the reference takes them: (), (num_kv_heads,) or None."""
-    arrays = [call.arrays["k_scale"], call.arrays["v_scale"]]
-    found = [np.float32(n) if a is None and n is not None else a for a, n in zip(arrays, numbers)]
-    return [s.reshape(()) if s is not None and s.size == 1 else s for s in found]
+def _host_scales(call: Call, factors: Factors) -> list[Any]:
+    return [_check_scale.as_defined(call.arrays[name], factor) for name, factor in zip(("k_scale", "v_scale"), factors)]
 
 
-def _append_on_host(call: Call, dims: PagedDims, numbers: Sequence[float | None]) -> None:
-    given, scales = call.arrays, _host_scales(call, numbers)
+def _append_on_host(call: Call, dims: PagedDims, factors: Factors) -> None:
+    given, scales = call.arrays, _host_scales(call, factors)
     k, slots = given["k"], given["slot_mapping"]
     if dims.rotary is not None:
         here = slots >= 0  # the others may have any position
@@ -285,12 +270,11 @@ def _append_on_host(call: Call, dims: PagedDims, numbers: Sequence[float | None]
     reference.append_kv(k, given["v"], *pages, slots, k_scale=scales[0], v_scale=scales[1])
 
 
-def _gather_on_host(call: Call, dims: PagedDims, numbers: Sequence[float | None], tokens: list[np.ndarray]) -> None:
-    given, scales = call.arrays, _host_scales(call, numbers)
+def _gather_on_host(call: Call, dims: PagedDims, factors: Factors, tokens: list[np.ndarray]) -> None:
+    given, scales = call.arrays, _host_scales(call, factors)
     if dims.dtypes[0] != dims.dtypes[1]:
         scales = [1.0 if s is None else s for s in scales]
     pages = given["k_pages"], given["v_pages"]
     read = reference.gather_kv(*pages, given["slot_mapping"], k_scale=scales[0], v_scale=scales[1])
-    with np.errstate(over="ignore"):  # beyond the dtype is inf, as on a device
-        for out, found in zip(tokens, read):
-            out[...] = found if found.dtype == out.dtype else found.astype(np.float32).astype(out.dtype)
+    for out, found in zip(tokens, read):
+        out[...] = found if found.dtype == out.dtype else rounded(rounded(found, _check.FLOAT32), out.dtype)

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn import _check, _check_state, reference
-from cuattn._call import Call
+from cuattn._call import Call, rounded
 from cuattn._dims import MergeDims
 from cuattn._plan_state import LIST, layout, list_layout, plan_merge
-from cuattn._settings import checks_values
 
 
 class AttentionState(NamedTuple):
@@ -197,7 +196,7 @@ def merge_states_varlen(outs: Any, lses: Any, indptr: Any, *, out: Any = None, l
         If dtypes, shapes, strides or devices don't fit.
     """
     call = Call("merge_states_varlen", {"outs": outs, "lses": lses, "indptr": indptr, "out": out, "lse": lse})
-    return _stack(call, _check_state.ragged(call, checks_values() or call.engine is None))
+    return _stack(call, _check_state.ragged(call, call.checks_values()))
 
 
 def _pair(call: Call, a: tuple[str, str], b: tuple[str, str]) -> AttentionState:
@@ -231,18 +230,17 @@ def _list(outs: Sequence[Any], lses: Sequence[Any], out: Any, lse: Any) -> Atten
         kinds = [f"{len(x)} in a list" if isinstance(x, (list, tuple)) else type(x).__name__ for x in (outs, lses)]
         rule = "outs and lses must be two lists of one length, at least 1, or two arrays"
         raise ValueError(f"{function}: {rule}; got {' and '.join(kinds)}")
-    named = {f"outs[{n}]": array for n, array in enumerate(outs)}
-    named |= {f"lses[{n}]": array for n, array in enumerate(lses)}
-    call = Call(function, {**named, "out": out, "lse": lse})
+    names = _check_state.list_names(len(outs))
+    call = Call(function, dict(zip(names, (*outs, *lses))) | {"out": out, "lse": lse})
     dims = _check_state.listed(call, len(outs))
     taken = list(call.arrays.values())
     outs, lses = taken[: len(outs)], taken[len(outs) : 2 * len(outs)]
-    if call.engine is None:
-        return _store(_allocate(call, dims), reference.merge_states(outs, lses))
-    state = _allocate(call, dims)
     if len(outs) > LIST and call.capturing():
         rule = f"a list to be captured in a graph must have at most {LIST} states"
         raise ValueError(f"{function}: {rule}; got {len(outs)}")
+    state = _allocate(call, dims)
+    if call.engine is None:
+        return _store(state, reference.merge_states(outs, lses))
     if len(outs) > LIST:  # merge pieces of the list into a stack of float32 states, and then that
         pieces = [slice(n, n + LIST) for n in range(0, len(outs), LIST)]
         scratch = call.empty((len(pieces), *dims.shape), _check.FLOAT32)
@@ -251,7 +249,7 @@ def _list(outs: Sequence[Any], lses: Sequence[Any], out: Any, lse: Any) -> Atten
             _list(outs[piece], lses[piece], scratch[n], scratch_lse[n])
         return merge_states(scratch, scratch_lse, out=state.out, lse=state.lse)
     if dims.num_rows:
-        addresses = [(call.engine.address(o), call.engine.address(e)) for o, e in zip(outs, lses)]
+        addresses = [call.places[name][1] for name in names]
         call.launch(plan_merge(dims, call.info()), [*state, list_layout(dims, addresses)])
     return state
 
@@ -266,7 +264,6 @@ def _allocate(call: Call, dims: MergeDims) -> AttentionState:
 
 def _store(state: AttentionState, merged: tuple[np.ndarray, np.ndarray], mask: Any = ...) -> AttentionState:
     """Round the float64 result of the reference into the arrays of `state`, in the rows of `mask`."""
-    with np.errstate(over="ignore"):  # beyond the dtype is inf, as on a device
-        state.out[mask] = merged[0][mask].astype(state.out.dtype)
-        state.lse[mask] = merged[1][mask].astype(state.lse.dtype)
+    state.out[mask] = rounded(merged[0][mask], state.out.dtype)
+    state.lse[mask] = rounded(merged[1][mask], state.lse.dtype)
     return state

@@ -4,12 +4,15 @@
 //            S_j  = log2(e) (softcap tanh(sm_scale <q, k_scale K[j,g]> / softcap) - slope |pos(i) - j|)
 //            lse  = log sum_j exp2(S_j)                               (-inf if there is none)
 //            part = v_scale sum_j exp2(S_j) V[j,g] / sum_j exp2(S_j)  (0    if there is none)
+//          New tokens are written to their pages before; they count, and q and new keys may be rotated.
 //          decode_merge merges the parts in order, and the sink as the state (0, sink). If no sequence can have two
 //          splits (workspace is nullptr), decode_split does that itself, with the same bits.
 // Shapes   q (batch, seqlen_q, num_heads, head_dim) T read; out (batch, seqlen_q, num_heads, head_dim_v) T written
 //          lse (batch, seqlen_q, num_heads) f32 written, or nullptr
-//          k_pages, v_pages (num_pages, page_size, num_kv_heads, head_dim or head_dim_v) C read
-//          block_table (num_sequences, width), cache_seqlens (num_sequences), batch_idx, leftpad (batch) i32 or i64
+//          k_pages, v_pages (num_pages, page_size, num_kv_heads, head_dim or head_dim_v) C read, new tokens written
+//          new_k, new_v (batch, seqlen_new, num_kv_heads, head_dim or head_dim_v) T read, or nullptr
+//          cos, sin (max_positions, rotary_dim / 2) T or f32 read, or nullptr
+//          block_table (num_sequences, width), cache_seqlens, batch_idx, leftpad (batch) i32 or i64
 //          slopes (batch or 1, num_heads), sinks (num_heads), k_scale, v_scale (1 or num_kv_heads) f32, or nullptr
 //          all with strides of their own; the last axis of q, out and the pages is contiguous
 //          workspace (rows, splits, head_dim_v), then (rows, splits) f32; rows = batch * seqlen_q * num_heads
@@ -22,6 +25,7 @@
 // Source   Flash-Decoding (Dao et al. 2023); page tables after vLLM (Kwon et al. 2023)
 // Oracle   reference/decode.py
 #include "decode.cuh"
+#include "decode_append.cuh"
 
 using namespace cuattn;
 using T = CUATTN_T;                      // __half, __nv_bfloat16 or float
@@ -30,9 +34,10 @@ constexpr int VEC = CUATTN_VEC;          // elements of one load: 16 bytes where
 constexpr int FEATURES = CUATTN_FEATURES;                            // of a lane: head_dim is at most 32 times that
 constexpr int VECTORS = FEATURES / VEC;
 constexpr int ROWS = FEATURES == 8 ? 4 : 2;                          // query rows of a block: what registers hold
-constexpr int KEYS = FEATURES * sizeof(C) <= 16 && VEC > 1 ? 4 : 2;  // in flight per lane
-constexpr int THREADS = 128;
+constexpr int KEYS = VEC > 1 ? FEATURES * sizeof(C) > 16 ? 2 : 4 : sizeof(C) > 1 ? 2 : 1;   // in flight per lane
+constexpr int THREADS = 128, BLOCKS = VEC > 1 ? 3 : 2;               // a multiprocessor; NVRTC would spill for a third
 constexpr unsigned ALL = 0xffffffff;
+static_assert(ROWS * 32 <= THREADS, "query rows pass through the memory in which streams are merged");
 
 __device__ __forceinline__ int vector_of(int n, int lane, int lanes) { return n * lanes + lane; }
 
@@ -48,33 +53,47 @@ __device__ __forceinline__ void load_token(Packed<C, VEC> (&x)[VECTORS], const C
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-cuattn_decode_split(const T* q, const C* k_pages, const C* v_pages, const void* block_table, const void* cache_seqlens,
-                    const void* batch_idx, const void* leftpad, const float* slopes, const float* sinks,
-                    const float* k_scale, const float* v_scale, float sm_scale, float softcap, float k_factor,
-                    float v_factor, T* out, float* lse, float* workspace, const __grid_constant__ DecodeLayout at) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+cuattn_decode_split(const T* q, C* k_pages, C* v_pages, const void* block_table, const void* cache_seqlens,
+                    const void* batch_idx, const void* leftpad, const T* new_k, const T* new_v, const void* cos,
+                    const void* sin, const float* slopes, const float* sinks, const float* k_scale,
+                    const float* v_scale, float sm_scale, float softcap, float k_factor, float v_factor, T* out,
+                    float* lse, float* workspace, const __grid_constant__ DecodeLayout at) {
     // 1. My sequence and split, my kv head and query rows. Row r is head r % group of query r / group.
     const unsigned b = blockIdx.x / unsigned(at.splits), s = blockIdx.x - b * unsigned(at.splits);
     const Sequence own = sequence_of(b, cache_seqlens, batch_idx, leftpad, at);
     if (workspace != nullptr && s >= num_splits(own.length, int(at.max_splits))) return;
     const unsigned g = blockIdx.y / unsigned(at.row_groups), group = unsigned(at.group);
+    const Scales k_scales{k_scale, k_factor, at.k_scale}, v_scales{v_scale, v_factor, at.v_scale};
+    if (at.seqlen_new) {
+        append_tokens(b, s, g, own, new_k, new_v, cos, sin, k_pages, v_pages, block_table, k_scales, v_scales, at);
+    }
     const int first_row = int(blockIdx.y - g * unsigned(at.row_groups)) * ROWS;
     const int rows = min(ROWS, int(at.seqlen_q * at.group) - first_row);
+    if (rows <= 0) return;                                           // no queries, only new tokens
     const int lanes = int(at.lanes), lane = threadIdx.x % unsigned(lanes), stream = threadIdx.x / unsigned(lanes);
-    const int streams = THREADS / unsigned(lanes);
-    const ScoreRule rule(sm_scale, Scales{k_scale, k_factor, at.k_scale}.of(g), softcap);
+    const int streams = THREADS / unsigned(lanes), width = lanes * FEATURES;
+    const ScoreRule rule(sm_scale, k_scales.of(g), softcap);
 
-    // 2. Their queries.
+    // 2. Their queries, once for all streams, rotated on the way.
+    __shared__ float accs[THREADS * FEATURES];                       // [rows, width] here, [streams, width] in 4.
     float query[ROWS][FEATURES], acc[ROWS][FEATURES], top[ROWS], sum[ROWS], slope[ROWS];
     int position[ROWS];
+    for (int r = 0; r < rows; ++r) {
+        const unsigned n = first_row + r, i = n / group, h = n - i * group + g * group;
+        const T* mine = q + at.q.at(b, i, h);
+        const Angles angles = at.rotary.at(own.past + (at.queries_turn ? i : 0), cos, sin);
+        for (int d = threadIdx.x; d < width; d += THREADS) {
+            accs[r * width + d] = d < at.head_dim ? to_float(rotated(mine, d, angles)) : 0.f;
+        }
+    }
+    __syncthreads();
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const unsigned n = first_row + min(r, rows - 1), i = n / group, h = g * group + (n - i * group);
-        const T* mine = q + at.q.at(b, i, h);
 #pragma unroll
         for (int e = 0; e < FEATURES; ++e) {
-            const int d = vector_of(e / VEC, lane, lanes) * VEC + e % VEC;
-            query[r][e] = d < at.head_dim ? to_float(mine[d]) : 0.f;
+            query[r][e] = accs[min(r, rows - 1) * width + vector_of(e / VEC, lane, lanes) * VEC + e % VEC];
             acc[r][e] = 0.f;
         }
         top[r] = -INFINITY, sum[r] = 0.f;
@@ -149,9 +168,8 @@ cuattn_decode_split(const T* q, const C* k_pages, const C* v_pages, const void* 
     }
 
     // 4. Merge the streams of each row in order, normalise, leave base 2, store.
-    __shared__ float accs[THREADS * FEATURES];                       // [streams, lanes * FEATURES]
     __shared__ float tops[THREADS], sums[THREADS];                   // [streams] each
-    const float value_scale = Scales{v_scale, v_factor, at.v_scale}.of(g);
+    const float value_scale = v_scales.of(g);
     const int64 all_rows = int64(gridDim.x / unsigned(at.splits)) * at.seqlen_q * at.num_heads;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -159,7 +177,7 @@ cuattn_decode_split(const T* q, const C* k_pages, const C* v_pages, const void* 
         __syncthreads();
 #pragma unroll
         for (int e = 0; e < FEATURES; ++e) {
-            accs[stream * lanes * FEATURES + vector_of(e / VEC, lane, lanes) * VEC + e % VEC] = acc[r][e];
+            accs[stream * width + vector_of(e / VEC, lane, lanes) * VEC + e % VEC] = acc[r][e];
         }
         if (lane == 0) tops[stream] = top[r], sums[stream] = sum[r];
         __syncthreads();
@@ -176,7 +194,7 @@ cuattn_decode_split(const T* q, const C* k_pages, const C* v_pages, const void* 
         for (int d = threadIdx.x; d < at.head_dim_v; d += THREADS) {
             float x[1] = {0.f};
             for (int t = 0; t < streams; ++t) {
-                x[0] = fmaf(tops[t], accs[t * lanes * FEATURES + d], x[0]);
+                x[0] = fmaf(tops[t], accs[t * width + d], x[0]);
             }
             x[0] = total == 0.f ? 0.f : __fmul_rn(x[0], scale);
             if (workspace != nullptr) {

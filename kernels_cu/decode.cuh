@@ -1,17 +1,18 @@
 // decode.cuh - what every variant of decode shares: the layout of a call, the split rule, scores and masks.
 //
-// A sequence of `length` tokens is cut into splits of split_size(length) tokens: at most max_splits of a multiple of 64
-// tokens, at least 256. The rule knows nothing of batch, table or device, so neither do the bits.
+// A sequence of `length` tokens is cut into splits of split_size(length) tokens: at most max_splits of a multiple of
+// 128 tokens, at least 256. The rule knows nothing of batch, table or device, so neither do the bits.
 // Scores are in base 2. A key that is not seen has the score -inf, and its value is selected away, never multiplied.
 // Oracle: reference/decode.py, reference/attention.py
 #pragma once
 #include "paged_kv.cuh"
+#include "rotary.cuh"
 #include "state.cuh"
 
 namespace cuattn {
 
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-constexpr int SPLIT_STEP = 64, SPLIT_LEAST = 256;      // tokens, as in cuattn/_plan_decode.py
+constexpr int SPLIT_STEP = 128, SPLIT_LEAST = 256;      // tokens, as in cuattn/_plan_decode.py
 
 struct QueryStrides {                    // of an array (batch, seqlen_q, num_heads, ...), in elements
     int64 b, i, h;
@@ -33,22 +34,27 @@ struct DecodeLayout {
     QueryStrides q, out, lse;
     PageStrides k, v;
     int64 slopes_b, slopes_h, sinks_h, k_scale, v_scale;
+    int64 seqlen_new, room;              // room: positions that new tokens have, in the table and in the rotation
+    QueryStrides new_k, new_v;
+    Rotary rotary;
+    int64 queries_turn;                  // by their own positions, or all by that of the first new token
 };
 
 struct Sequence {
     int64 row;                           // of the table
-    int length, first;                   // tokens in the cache; the first of them that is there
+    int length, past, first;             // its tokens with the new ones, and without; the first that is there
 };
 
-// Whatever the index arrays hold, a sequence lies within its row of the table: what is too long is cut off.
-// batch_idx and leftpad may be nullptr.
+// Whatever the index arrays hold, a sequence lies within its row of the table: what is too long is cut off. A negative
+// length, like a row that doesn't exist, is no sequence: it has no keys and takes none. batch_idx and leftpad may be
+// nullptr.
 __device__ __forceinline__ Sequence sequence_of(int64 b, const void* lengths, const void* batch_idx,
                                                 const void* leftpad, const DecodeLayout& at) {
-    const int64 row = batch_idx == nullptr ? b : at.batch_idx.read(batch_idx, b);
-    if (!names_one_of(row, at.num_sequences)) return {0, 0, 0};
-    const int64 length = min(max(at.lengths.read(lengths, row), int64(0)), at.max_tokens);
-    const int64 first = leftpad == nullptr ? 0 : min(max(at.leftpad.read(leftpad, b), int64(0)), length);
-    return {row, int(length), int(first)};
+    const int64 row = batch_idx == nullptr ? b : at.batch_idx.read(batch_idx, b), given = at.lengths.read(lengths, b);
+    if (!names_one_of(row, at.num_sequences) || given < 0) return {0, 0, 0, 0};
+    const int64 past = min(given, at.max_tokens), fresh = min(max(at.room - past, int64(0)), at.seqlen_new);
+    const int64 first = leftpad == nullptr ? 0 : min(max(at.leftpad.read(leftpad, b), int64(0)), past);
+    return {row, int(past + fresh), int(past), int(first)};
 }
 
 __device__ __forceinline__ int split_size(int length, int max_splits) {
@@ -63,13 +69,20 @@ __device__ __forceinline__ int num_splits(int length, int max_splits) {
 
 struct Keys { int begin, end; };
 
-// Keys of split s that a query from first_query to last_query sees, if any does.
+// Keys from `from` to `to` - 1 that a query from first_query to last_query sees, if any does.
+__device__ __forceinline__ Keys keys_within(int64 from, int64 to, const Sequence& own, int first_query, int last_query,
+                                            const DecodeLayout& at) {
+    const int64 shift = own.length - at.seqlen_q;
+    const int64 begin = max(max(from, int64(own.first)), first_query + shift - at.window_left);
+    const int64 end = min(min(to, int64(own.length)), last_query + shift + at.window_right + 1);
+    return begin < end ? Keys{int(begin), int(end)} : Keys{0, 0};
+}
+
+// Those of split s.
 __device__ __forceinline__ Keys keys_of(int s, const Sequence& own, int first_query, int last_query,
                                         const DecodeLayout& at) {
-    const int64 size = split_size(own.length, int(at.max_splits)), shift = own.length - at.seqlen_q;
-    const int64 begin = max(max(s * size, int64(own.first)), first_query + shift - at.window_left);
-    const int64 end = min(min((s + 1) * size, int64(own.length)), last_query + shift + at.window_right + 1);
-    return begin < end ? Keys{int(begin), int(end)} : Keys{0, 0};
+    const int64 size = split_size(own.length, int(at.max_splits));
+    return keys_within(s * size, (s + 1) * size, own, first_query, last_query, at);
 }
 
 // Token j of a sequence; none if its page does not exist.

@@ -20,6 +20,7 @@
 // Source   reshape_and_cache of vLLM; rotary after Su et al. 2021, its two orders of features after flash-attn
 // Oracle   reference/paged.py
 #include "paged_kv.cuh"
+#include "rotary.cuh"
 
 using namespace cuattn;
 using T = CUATTN_T;
@@ -35,12 +36,15 @@ constexpr int THREADS = 128;
 struct Row { int64 vectors, run; };      // of one token; of what is contiguous in it: a head, or all of them
 struct TokenSide { Row row; TokenStrides tokens; PageStrides pages; int64 scale_step; };
 struct PageSide { Row row; PageStrides from, to; };
-struct Rotary {
-    int64 half, interleaved, float_tables;                 // half of the features that rotate, 0: none do
-    int64 max_positions, cos_step, sin_step;               // rows of cos and sin, and from row to row
-    Indices positions;
+struct AppendLayout {
+    int64 tokens;
+    PageSizes sizes;
+    Indices slots;
+    TokenSide k, v;
+    int64 to_float8;
+    Rotary rotary;
+    Indices positions;                   // of the rotation
 };
-struct AppendLayout { int64 tokens; PageSizes sizes; Indices slots; TokenSide k, v; int64 to_float8; Rotary rotary; };
 struct GatherLayout { int64 tokens; PageSizes sizes; Indices slots; TokenSide k, v; };
 struct CopyLayout { int64 tokens, from_pages, to_pages, page_size; Indices source, target; PageSide k, v; };
 
@@ -58,36 +62,6 @@ __device__ __forceinline__ Place place_in(const Row& row) {
 }
 
 #if CUATTN_CONVERT
-// Turns features d .. d + VEC - 1 of a row of K. The partner of a feature is its neighbour, or half a rotary_dim away.
-template <typename C>
-__device__ __forceinline__ void rotate(float (&x)[VEC], const T* row, int d, const C* cos, const C* sin, int half,
-                                       bool interleaved) {
-    float y[VEC], c[VEC], s[VEC];
-    if (interleaved) {
-        constexpr int PAIRS = (VEC + 1) / 2;
-        float cs[PAIRS], ss[PAIRS];
-        Packed<C, PAIRS> packed_cos, packed_sin;
-        packed_cos.load(cos + d / 2), packed_sin.load(sin + d / 2);
-        packed_cos.unpack(cs), packed_sin.unpack(ss);
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) c[j] = cs[j / 2], s[j] = ss[j / 2], y[j] = x[VEC == 1 ? j : j ^ 1];
-        if constexpr (VEC == 1) y[0] = to_float(row[d ^ 1]);
-    } else {
-        const int column = d < half ? d : d - half;
-        Packed<T, VEC> partner;
-        Packed<C, VEC> packed_cos, packed_sin;
-        partner.load(row + (d < half ? d + half : d - half));
-        packed_cos.load(cos + column), packed_sin.load(sin + column);
-        partner.unpack(y), packed_cos.unpack(c), packed_sin.unpack(s);
-    }
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        const bool first = interleaved ? (d + j) % 2 == 0 : d < half;
-        const float a = __fmul_rn(x[j], c[j]), b = __fmul_rn(y[j], s[j]);
-        x[j] = first ? __fsub_rn(a, b) : __fadd_rn(a, b);
-    }
-}
-
 template <typename X> __device__ __forceinline__ void store_as(const float (&x)[VEC], void* pages, int64 at) {
     Packed<X, VEC> packed;
     packed.pack(x);
@@ -121,21 +95,12 @@ cuattn_append_kv(const T* k, const T* v, void* k_pages, void* v_pages, const voi
     const int64 k_at = at.k.pages.at(slot, pk.head) + pk.d, v_at = at.v.pages.at(slot, pv.head) + pv.d;
 #if CUATTN_CONVERT
     // 3. Rotate K, divide by the scales, store.
-    const int64 position = at.rotary.half ? at.rotary.positions.read(positions, i) : 0;
-    if (at.rotary.half && !names_one_of(position, at.rotary.max_positions)) return;
+    const int64 position = at.rotary.half ? at.positions.read(positions, i) : 0;
+    if (at.rotary.half && !at.rotary.has(position)) return;
     float x[VEC];
     if (have_k) {
         xk.unpack(x);
-        if (pk.d < 2 * at.rotary.half) {
-            const int64 c = position * at.rotary.cos_step, s = position * at.rotary.sin_step;
-            const int half = int(at.rotary.half);
-            const bool pairs = at.rotary.interleaved;
-            if (at.rotary.float_tables) {
-                rotate(x, k_row, pk.d, static_cast<const float*>(cos) + c, static_cast<const float*>(sin) + s, half, pairs);
-            } else {
-                rotate(x, k_row, pk.d, static_cast<const T*>(cos) + c, static_cast<const T*>(sin) + s, half, pairs);
-            }
-        }
+        if (pk.d < 2 * at.rotary.half) rotate(x, k_row, pk.d, at.rotary.at(position, cos, sin));
         if (at.to_float8) store_float8(x, k_pages, k_at, Scales{k_scale, k_factor, at.k.scale_step}.of(pk.head));
         else store_as<T>(x, k_pages, k_at);
     }

@@ -10,8 +10,6 @@
 
 namespace cuattn {
 
-template <> struct Word<1> { using type = unsigned char; static constexpr int count = 1; };   // one float8
-
 // How to read an array of int32 or int64 whose elements are any distance apart.
 struct Indices {
     int64 bytes, step;                   // 4 or 8 an entry; from one to the next, in entries

@@ -6,7 +6,7 @@
 // Shapes   out_s (rows, D) TA or TB read    lse_s (rows) f32 read    rows = up to four axes with strides of their own;
 //          out   (rows, D) TO      written  lse   (rows) f32 written  the last axis of out_s and out is contiguous
 // Work     threadIdx.x owns VEC neighbouring features of a row, threadIdx.y its row.
-//          SPLIT = 1, for few rows with many states: a block is one row, threadIdx.z takes chunks of its states in turn.
+//          SPLIT = 1, for few rows of many states: a block is one row, threadIdx.z takes chunks of its states in turn.
 // Bits     The maximum first; then chunks of CHUNK states are summed in order, and the chunk sums in order. So neither
 //          SPLIT nor the grid changes a bit, and two states give the same bits as a pair, a list or a stack.
 // Memory   bound by reading every state and writing one: rows * (states + 1) * (D * itemsize + 4) bytes.
@@ -25,7 +25,7 @@ using TO = CUATTN_TO;
 constexpr int VEC = CUATTN_VEC;          // features per thread: 16 bytes where size and alignment allow
 constexpr bool SPLIT = CUATTN_SPLIT;
 constexpr int THREADS = SPLIT || VEC == 1 ? 512 : 128, MAX_GROUPS = 64;
-constexpr int BLOCKS = SPLIT ? 1 : VEC == 1 ? 2 : VEC == 8 ? 6 : 5;     // per multiprocessor, with the registers that CHUNK loads need
+constexpr int BLOCKS = SPLIT ? 1 : VEC == 1 ? 2 : VEC == 8 ? 6 : 5;   // a multiprocessor, given what CHUNK loads take
 constexpr int CHUNK = 8;                 // states in flight per thread; part of the arithmetic, not of the tile
 constexpr int LIST = 32;                 // states in one launch of a list: 80 bytes each of the 4 KB of parameters
 
@@ -34,7 +34,7 @@ struct ListState { const TA* out; const float* lse; RowStrides out_at, lse_at; }
 struct ListLayout { Rows rows; RowStrides out, lse; int64 states; ListState state[LIST]; };
 struct StackLayout {
     Rows rows;                           // ragged: one axis is the segment
-    RowStrides outs, lses, out, lse;     // ragged: outs and lses have stride 0 there, the segment's start counts instead
+    RowStrides outs, lses, out, lse;     // ragged: outs and lses have stride 0 there, the segment's start counts
     int64 states, outs_step, lses_step;  // fewer than 2^31 states; from one to the next
     int64 index_bytes, index_step;       // indptr: 4 or 8 bytes an entry, 0 if the stack is not ragged
     int64 segment_axis;

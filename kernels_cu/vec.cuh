@@ -7,6 +7,7 @@
 namespace cuattn {
 
 template <int BYTES> struct Word;
+template <> struct Word<1>  { using type = unsigned char;  static constexpr int count = 1; };
 template <> struct Word<2>  { using type = unsigned short; static constexpr int count = 1; };
 template <> struct Word<4>  { using type = unsigned int;   static constexpr int count = 1; };
 template <> struct Word<8>  { using type = uint2;          static constexpr int count = 1; };

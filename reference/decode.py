@@ -67,8 +67,8 @@ def decode(
         The cache: see ``paged.py``. Written to, in place, if k and v are given.
     block_table : (num_sequences, max_pages_per_seq), any integer dtype
         Page ids of each sequence. num_sequences is batch without cache_batch_idx.
-    cache_seqlens : (num_sequences,), any integer dtype
-        Tokens of each sequence in the cache, without the new ones.
+    cache_seqlens : (batch,), any integer dtype
+        Tokens of each sequence in the cache, without the new ones. In the order of the queries.
     k : (batch, seqlen_new, num_kv_heads, head_dim), any float dtype, optional
         Keys of new tokens, not rotated.
     v : (batch, seqlen_new, num_kv_heads, head_dim_v), any float dtype, optional
@@ -82,9 +82,8 @@ def decode(
     k_scale, v_scale : scalar or (num_kv_heads,), optional
         The cache holds k / k_scale and v / v_scale.
     cache_batch_idx : (batch,), any integer dtype, optional
-        The sequence that query row b belongs to: its row of block_table and of cache_seqlens, and of nothing
-        else. (In flash-attn it chooses only the cache; cache_seqlens is in the order of the queries there.)
-        Two rows may share a sequence. If both bring new tokens the last is stored here, any in kernels.
+        The cache that sequence b has: a row of block_table, and of nothing else. (As in flash-attn.) Two may
+        have the same one. If both write a token to one place the last is stored here, any in kernels.
     cache_leftpad : (batch,), any integer dtype, optional
         First token of the cache that is there, at most cache_seqlens. In the order of the queries.
 
@@ -125,7 +124,7 @@ def decode(
     for argument, got, expected in (
         ("k_pages.shape[3]", k_pages.shape[3], head_dim),
         ("block_table.shape[0]", table.shape[0], num_sequences),
-        ("cache_seqlens.shape[0]", lengths.shape[0], num_sequences),
+        ("cache_seqlens.shape[0]", lengths.shape[0], batch),
         ("k.shape", k.shape, (batch, seqlen_new, num_kv_heads, head_dim)),
         ("v.shape", v.shape, (batch, seqlen_new, num_kv_heads, head_dim_v)),
     ):
@@ -133,7 +132,7 @@ def decode(
             raise ValueError(f"reference.decode: {argument} must be {expected}; got {got}")
 
     _within("cache_batch_idx", row, len(table) - 1, "num_sequences - 1")
-    table, lengths = table[row], lengths[row]
+    table = table[row]
     room = table.shape[1] * page_size - seqlen_new
     _within("cache_seqlens", lengths, room, "max_pages_per_seq * page_size - seqlen_new")
     _within("cache_leftpad", leftpad, lengths, "cache_seqlens")

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from ml_dtypes import float8_e4m3fn
 
+from cuattn import reference
 from cuattn._plan_decode import splits_within
+from cuattn.decode import decode
 from cuattn.testing import attention_bound
 from cuattn.testing.profiles import as_dtype
+from cuattn.testing.tolerance import U, half_subnormal, unit_roundoff
+from tests.backends import moved
+from tests.paged_cases import host
 
 FLOAT8 = np.dtype(float8_e4m3fn)
 NOTHING = 2**31 - 1  # a page id that must not be followed
@@ -44,6 +49,8 @@ class DecodeCase:
     index: str = "int32"
     control: int = 0
     seed: int = 0
+    new: int | None = None  # tokens that come with the call
+    rotary: str = ""  # "halves" or "interleaved", then as much of head_dim as can be in sevenths, then "wide" tables or not
 
     def pages(self, values: np.ndarray) -> np.ndarray:
         """NaN in the layout of the case, (num_pages, page_size, heads, head_dim); `values` is any array of that shape."""
@@ -57,7 +64,7 @@ class DecodeCase:
     def arrays(self) -> dict:
         """All arguments on the host."""
         rng, batch, dtype = np.random.default_rng([self.seed, 7]), len(self.lengths), as_dtype(self.dtype)
-        used = [-(-n // self.page_size) for n in self.lengths]
+        used = [-(-(n + (self.new or 0)) // self.page_size) for n in self.lengths]
         ids = rng.permutation(sum(used) + 2)  # two free pages
         table = np.full((batch, max(used, default=0) + 2), NOTHING, self.index)
         shape, given = (len(ids), self.page_size, self.heads[1]), {}
@@ -83,10 +90,84 @@ class DecodeCase:
         if self.float8:
             scales = [0.75, np.exp(rng.standard_normal(2 * self.heads[1])).astype(np.float32)[::2]]
             given |= {"k_scale": scales[self.seed % 2], "v_scale": scales[1 - self.seed % 2]}
+        if self.new is not None:
+            given |= self.fresh(self.new)
         return given | control
 
+    def fresh(self, new: int) -> dict:
+        """New tokens among NaN, and tables with not a row more than is needed."""
+        rng, given = np.random.default_rng([self.seed, 8]), {}
+        for name, d in zip("kv", self.head_dims):
+            x = np.full((len(self.lengths), new, self.heads[1] + 1, d + 8), np.nan, as_dtype(self.dtype))
+            given[name] = x[:, :, 1:, :d]
+            given[name][...] = 2 * rng.standard_normal(given[name].shape)
+        if self.rotary:
+            style, sevenths, wide = self.rotary.split()
+            half = max(self.head_dims[0] * int(sevenths) // 14, 1)
+            rows = max(self.lengths, default=0) + max(new, self.seqlen_q if self.local() else 1, 1)
+            angles = rng.uniform(0, 7, (rows, half))
+            for name, f in (("rotary_cos", np.cos), ("rotary_sin", np.sin)):
+                table = np.full((rows, half + 8), np.nan, np.float32 if wide == "wide" else as_dtype(self.dtype))[:, :half]
+                table[...] = f(angles)
+                given[name] = table
+            given["rotary_interleaved"] = style == "interleaved"
+        return given
 
-def decode_bounds(given: dict, expected: tuple[np.ndarray, np.ndarray], dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    def local(self) -> bool:
+        """Whether queries stand at positions of their own."""
+        return CONTROLS[self.control].get("causal", True) or CONTROLS[self.control].get("window", (-1, -1)) != (-1, -1)
+
+
+PAGES = ("k_pages", "v_pages")
+NEW = ("k", "v", "rotary_cos", "rotary_sin", "rotary_interleaved")  # arguments that only calls with new tokens have
+
+
+def turned(given: dict, local: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The queries as decode rotates them, float64, and the error of doing that in float32 and rounding to their dtype."""
+    q, exact = given["q"], given["q"].astype(float)
+    if "rotary_cos" not in given:
+        return exact, np.zeros(q.shape)
+    at = np.asarray(given["cache_seqlens"])[:, None] + local * np.arange(q.shape[1])
+    tables, style = (given["rotary_cos"], given["rotary_sin"]), {"interleaved": given["rotary_interleaved"]}
+    size = rotated_size(exact, *tables, at, style)
+    exact = reference.apply_rotary(exact, *tables, at, **style)
+    return exact, 3 * U * size * (1 + 2 * unit_roundoff(q.dtype)) + unit_roundoff(q.dtype) * abs(exact) + half_subnormal(q.dtype)
+
+
+def rotated_size(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, at: np.ndarray, style: dict) -> np.ndarray:
+    """|a cos| + |b sin|: two products and their sum, each rounded, err by 3 u of it at most."""
+    x, cos, sin = (abs(y.astype(float)) for y in (x, cos, sin))
+    return np.maximum(*(reference.apply_rotary(x, cos, s, at, **style) for s in (sin, -sin)))
+
+
+def run_and_pages(backend, arguments: dict, **more):
+    """The state, and the pages afterwards."""
+    there = moved(backend, arguments)
+    state = decode(**there, return_state=True, **more)
+    return state, [host(backend, there[name]) for name in PAGES]
+
+
+def slots_of(given: dict) -> np.ndarray:
+    """Where the new tokens belong, (batch, seqlen_new)."""
+    return reference.slots(given["block_table"], given["cache_seqlens"], given["k"].shape[1], given["k_pages"].shape[1])
+
+
+def alone(given: dict, b: int) -> dict:
+    """Sequence b as a batch of its own."""
+    own = ("q", "k", "v", "block_table", "cache_seqlens", "cache_leftpad")
+    return {name: x[b : b + 1] if name in own else x for name, x in given.items()}
+
+
+def without_new(given: dict, pages: list[np.ndarray], q: np.ndarray) -> dict:
+    """The call that the rest of decode is, after new tokens were written to `pages` and queries were rotated to `q`."""
+    lengths = given["cache_seqlens"] + np.int32(given["k"].shape[1])
+    rest = {name: x for name, x in given.items() if name not in NEW}
+    return rest | {"q": q, "k_pages": pages[0], "v_pages": pages[1], "cache_seqlens": lengths}
+
+
+def decode_bounds(
+    given: dict, expected: tuple[np.ndarray, np.ndarray], dtype: str, q_error: np.ndarray | float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
     """`attention_bound` of a case.
 
     Its score error (D + 3) u A is for a product and a scale. Here the product takes D roundings, and the factor 5:
@@ -98,23 +179,37 @@ def decode_bounds(given: dict, expected: tuple[np.ndarray, np.ndarray], dtype: s
 
     A tile of 2 keys counts at least the rescalings there are: one per step of 4 keys or more, one when streams merge.
     A sink is one more key and one more split. k_scale and v_scale enlarge scores and values.
+
+    Queries that are not exact move a score by sm_scale sum_d q_error_d |k_d|: more to the score's error, in units of u.
+
+    On tensor cores, which take 16-bit queries and sizes that are multiples of 16, a sum may be cut off instead of rounded:
+    2 D in the place of D. Weights are stored as q, or as half for a float8 cache; in half what is below 2^-14 errs by
+    2^-25, where the largest weight is at least 2^8: n 2^-33 V. There bfloat16 queries become half, scaled so that their
+    largest is 2^12 or more: they err by 2^-37 of it.
     """
     q = np.abs(given["q"].astype(float))
     batch, seqlen_q, num_heads, d = q.shape
+    float8, head_dim_v = given["k_pages"].dtype == FLOAT8, given["v_pages"].shape[3]
+    tensor_cores = as_dtype(dtype) != np.float32 and d % 16 == 0 and head_dim_v % 16 == 0
+    weights = ("float16" if float8 else dtype) if tensor_cores else None
+    narrowed = 2.0**-37 * q.max(-1, keepdims=True, initial=0) if tensor_cores and float8 and dtype == "bfloat16" else 0.0
+    q_error = np.broadcast_to(q_error + narrowed, q.shape)
     num_kv_heads, lengths = given["k_pages"].shape[2], np.asarray(given["cache_seqlens"])
     longest, of_head = int(lengths.max(initial=0)), np.arange(num_heads) // max(num_heads // num_kv_heads, 1)
-    a, top = np.zeros((batch, seqlen_q, num_heads)), np.zeros((batch, seqlen_q, num_heads))
+    a, top, off = np.zeros((3, batch, seqlen_q, num_heads))
     for b in range(batch):
         keys, values = (tokens(given, side, b)[:, of_head] for side in "kv")
         a[b] = np.nanmax(np.einsum("ihd,jhd->jih", q[b], keys), axis=0, initial=0)
+        off[b] = np.nanmax(np.einsum("ihd,jhd->jih", q_error[b], keys), axis=0, initial=0)
         top[b] = np.nanmax(values, axis=(0, 2), initial=0)
-    a *= abs(given.get("sm_scale", d**-0.5))
+    a, off = (x * abs(given.get("sm_scale", d**-0.5)) for x in (a, off))
     far = np.broadcast_to(given.get("alibi_slopes", 0.0), (batch, num_heads))[:, None] * longest
-    more = 14 if given.get("softcap") else 6
-    return attention_bound(
-        *expected, head_dim=d, num_keys=longest + 1, tile=2, sm_scale=1.0, qk=((d + more) * a + 5 * far) / (d + 3) + far,
-        v=top, dtype=dtype, num_splits=splits_within(longest, num_kv_heads) + 1,
+    more = (14 if given.get("softcap") else 6) + d * tensor_cores
+    out, lse = attention_bound(
+        *expected, head_dim=d, num_keys=longest + 1, tile=2, sm_scale=1.0, p_dtype=weights,
+        qk=((d + more) * a + 5 * far + off / U) / (d + 3) + far, v=top, dtype=dtype, num_splits=splits_within(longest, num_kv_heads) + 1,
     )  # fmt: skip
+    return out + (longest * 2.0**-33 * top[..., None] if weights == "float16" else 0.0), lse
 
 
 def tokens(given: dict, side: str, b: int) -> np.ndarray:
@@ -123,3 +218,15 @@ def tokens(given: dict, side: str, b: int) -> np.ndarray:
     ids = given["block_table"][b, : -(-length // pages.shape[1])]
     found = np.abs(pages[np.clip(ids, 0, len(pages) - 1)].astype(float).reshape(-1, *pages.shape[2:])[:length])
     return found * np.asarray(given.get(f"{side}_scale", 1.0)).reshape(-1, 1)
+
+
+def absent_keys_left_out(given: dict) -> tuple[np.ndarray, np.ndarray]:
+    """The definition, where keys of pages that don't exist are masked."""
+    q, table, page_size = given["q"], given["block_table"], given["k_pages"].shape[1]
+    out, lse = np.zeros((*q.shape[:3], given["v_pages"].shape[3])), np.zeros(q.shape[:3])
+    for b, n in enumerate(given["cache_seqlens"].tolist()):
+        ids = np.repeat(table[b].astype(np.int64), page_size)[:n]
+        there = (ids >= 0) & (ids < len(given["k_pages"]))
+        k, v = (np.nan_to_num(given[x][np.where(there, ids, 0), np.arange(n) % page_size].astype(float)) for x in ("k_pages", "v_pages"))
+        out[b], lse[b] = (x[0] for x in reference.attention(q[b : b + 1], k[None], v[None], causal=True, mask=there))
+    return out, lse

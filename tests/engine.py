@@ -15,7 +15,9 @@ from tests.emulator import EmulatedModule
 
 ENTRIES = {  # every entry of a file is compiled at once: a tile then costs one compilation
     "decode.cu": ("cuattn_decode_split", "cuattn_decode_merge"),
+    "decode_mma.cu": ("cuattn_decode_mma", "cuattn_decode_mma_merge"),
     "paged.cu": ("cuattn_append_kv", "cuattn_gather_kv", "cuattn_copy_pages"),
+    "rotary.cu": ("cuattn_apply_rotary",),
     "state.cu": ("cuattn_merge_pair", "cuattn_merge_list", "cuattn_merge_stack"),
 }
 
@@ -36,15 +38,14 @@ class EmulatorEngine:
         In which order threads run: a missing barrier shows as a difference.
     """
 
+    array_type = np.ndarray
+
     def __init__(self, order: str = "forward", seed: int = 0, sanitize: str | None = None) -> None:
         self.order, self.seed, self.sanitize = order, seed, sanitize
         self.launched: list[Kernel] = []
 
-    def device(self, array: np.ndarray) -> int:
-        return 0
-
-    def address(self, array: np.ndarray) -> int:
-        return array.ctypes.data
+    def place(self, array: np.ndarray) -> tuple[int, int]:
+        return 0, array.ctypes.data
 
     def info(self, device: int) -> DeviceInfo:
         return DeviceInfo((9, 0), 4)  # few multiprocessors: small cases reach the plans of large ones

@@ -11,10 +11,13 @@ import numpy as np
 import cuattn
 from cuattn.decode import decode as split_kv_decode
 from cuattn.paged import append_kv, copy_pages, gather_kv
-from cuattn.testing import StateCase, guarded, to_device
+from cuattn.rotary import apply_rotary
+from cuattn.testing import StateCase, guarded, place, to_device
+from cuattn.testing.profiles import as_dtype
 from tests.decode_cases import CONTROLS, DecodeCase
 from tests.paged_cases import PagedCase
 
+ROTARY = ("halves 7 wide", "interleaved 3 narrow")
 PLANTED = r"""
 extern "C" __global__ void memcheck(float* x) { x[threadIdx.x + 1000000000] = 1; }
 extern "C" __global__ void racecheck(float* x) {
@@ -78,11 +81,41 @@ def decode() -> None:
                     for changed in ({}, wrong, {"cache_leftpad": np.array([600, 9, 36])}):
                         arrays = {n: to_device(x, cupy) if isinstance(x, np.ndarray) else x for n, x in {**given, **changed}.items()}
                         split_kv_decode(**arrays, out=out, lse=lse[..., 0])
+                    split_kv_decode(**new_tokens(replace(case, new=3, rotary=ROTARY[turn % 2])), out=out, lse=lse[..., 0])
                 turn += 1
     cupy.cuda.Device().synchronize()
 
 
-CASES = {"state": state, "paged": paged, "decode": decode}
+def new_tokens(case: DecodeCase) -> dict:
+    """New tokens into pages inside guards, some of whose ids name nothing, and beyond the tables of page ids and angles."""
+    given = case.arrays()
+    given["block_table"][0, case.lengths[0] // case.page_size], given["block_table"][2, 1] = -1, 2**30
+    given["block_table"] = given["block_table"][:, : -(-case.lengths[0] // case.page_size)]
+    given |= {name: given[name][: case.lengths[0] + 1] for name in ("rotary_cos", "rotary_sin")}
+    arrays = {n: to_device(x, cupy) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+    for name in ("k_pages", "v_pages"):
+        _, pages = guarded(given[name].shape, given[name].dtype, "row slice", cupy)
+        arrays[name] = pages
+    return arrays
+
+
+def rotary() -> None:
+    """Every vector, style and table, in place and not, with positions that have no row."""
+    for dtype in ("float16", "bfloat16", "float32"):
+        for head_dim, half in ((64, 32), (128, 16), (17, 3)):
+            for layout in ("contiguous", "row slice", "odd offset"):
+                x = place(np.ones((5, 3, head_dim), as_dtype(dtype)), layout)
+                tables = np.ones((2, 7, half), np.float32 if layout == "row slice" else x.dtype)
+                given = [to_device(y, cupy) for y in (x, tables[0], tables[1], np.array([0, 6, 7, -1, 2**40]))]
+                _, out = guarded(x.shape, x.dtype, layout, cupy)
+                with cuattn.checking("arguments"):
+                    for interleaved in (False, True):
+                        apply_rotary(*given, interleaved=interleaved, out=out)
+                        apply_rotary(*given, interleaved=interleaved, out=given[0])
+    cupy.cuda.Device().synchronize()
+
+
+CASES = {"state": state, "paged": paged, "decode": decode, "rotary": rotary}
 
 if __name__ == "__main__":
     if sys.argv[1].startswith("planted-"):

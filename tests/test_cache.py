@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,7 +56,7 @@ def test_second_build_is_read_from_disk(cache, compilations):
 
 
 def test_entries_of_a_file_share_their_code(cache, compilations):
-    assert build(TINY_KERNEL, "sm_90") == build(replace(TINY_KERNEL, entry="other"), "sm_90")
+    assert build(TINY_KERNEL, "sm_90") == build(TINY_KERNEL._replace(entry="other"), "sm_90")
     assert compilations == ["tiny.cu"]
 
 
@@ -91,7 +90,7 @@ def test_a_change_below_compiles_anew(cache, compilations, monkeypatch, tmp_path
 
 def test_defines_and_architecture_are_part_of_the_key(cache, compilations):
     wanted = [(TINY_KERNEL, arch) for arch in ("sm_75", "sm_90", "sm_90a", "compute_90")]
-    wanted += [(replace(TINY_KERNEL, defines=d), "sm_90") for d in ((("VALUE", 3),), (("VALUE", 2), ("OTHER", 1)))]
+    wanted += [(TINY_KERNEL._replace(defines=d), "sm_90") for d in ((("VALUE", 3),), (("VALUE", 2), ("OTHER", 1)))]
     codes = [build(*w).code for w in wanted]
     assert len(compilations) == len(list(cache.iterdir())) == len(wanted)
     assert [build(*w).code for w in wanted] == codes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -80,7 +81,7 @@ def test_overlap_gives_up_on_the_safe_side():
 
 @given(view=views(BUFFER))
 def test_extent_is_where_an_array_lies(view):
-    low, high = _check.extent(spec(view))
+    low, high = spec(view).extent
     reached = [at - view.ctypes.data for at in addresses(view)]
     assert (low, high) == ((min(reached), max(reached) + 1) if reached else (0, 0))
 
@@ -220,11 +221,11 @@ REFUSALS = [
     (lambda: _check.axes("f: x", SPEC, ("a", "b")), ValueError, "f: x must have the axes (a, b); got shape (2, 3, 8)"),
     (lambda: _check.axes("f: x", SPEC, ("a", "b", "...", "c", "d")), ValueError,
      "f: x must have the axes (a, b, ..., c, d); got shape (2, 3, 8)"),
-    (lambda: _check.head_dim("f: x", SPEC._replace(shape=(2, 513), strides=(4104, 8))), ValueError,
+    (lambda: _check.head_dim("f: x", replace(SPEC, shape=(2, 513), strides=(4104, 8))), ValueError,
      "f: x.shape[-1] (head_dim) must be 1 to 512; got 513"),
-    (lambda: _check.head_dim("f: x", SPEC._replace(strides=(96, 4, 12))), ValueError,
+    (lambda: _check.head_dim("f: x", replace(SPEC, strides=(96, 4, 12))), ValueError,
      "f: x must be contiguous along its last axis (stride 4 bytes); got 12"),
-    (lambda: _check.strides_in_elements("f: x", SPEC._replace(strides=(96, 34, 4))), ValueError,
+    (lambda: _check.strides_in_elements("f: x", replace(SPEC, strides=(96, 34, 4))), ValueError,
      "f: x.strides[1] must be a multiple of 4 bytes; got 34"),
 ]  # fmt: skip
 
@@ -240,8 +241,8 @@ def test_what_fits_is_accepted():
     for names in (("a", "b", "c"), ("...", "c"), ("a", "b", "...", "c")):
         _check.axes("f: x", SPEC, names)
     assert _check.head_dim("f: x", SPEC) == 8
-    assert _check.head_dim("f: x", SPEC._replace(shape=(2, 1), strides=(4, 400))) == 1  # nothing to step over
-    assert _check.strides_in_elements("f: x", SPEC._replace(strides=(-96, 0, 4))) == (-24, 0, 1)
+    assert _check.head_dim("f: x", replace(SPEC, shape=(2, 1), strides=(4, 400))) == 1  # nothing to step over
+    assert _check.strides_in_elements("f: x", replace(SPEC, strides=(-96, 0, 4))) == (-24, 0, 1)
     assert _check.fresh((2, 0, 3), np.dtype(np.float16)).alignment == 16
 
 

@@ -84,21 +84,9 @@ def test_groups_and_head_dims(backend, heads, head_dims):
 
 
 def test_the_split_rule():
-    for kv_heads, most in ((1, 128), (2, 128), (4, 64), (8, 32), (64, 32)):
+    for kv_heads, most in ((1, 128), (2, 128), (4, 96), (8, 48), (64, 16)):
         assert splits_within(10**6, kv_heads) == most
         assert [splits_within(n, kv_heads) for n in (0, 1, 256, 257, 512, 513)] == [1, 1, 1, 2, 2, 3]
-
-
-def test_the_example_of_hugging_face_as_printed(backend):
-    """Three sequences of 30, 32 and 70 tokens in pages of 32, and one appended token each."""
-    rng = np.random.default_rng(0)
-    table = np.array([[2, -1, -1, -1], [0, 1, -1, -1], [3, 5, 6, -1]], np.int32)
-    lengths = np.array([30, 32, 70], np.int32) + np.int32(1)  # page 1 of the second sequence is already handed out
-    q, pages = rng.standard_normal((3, 1, 8, 64)), rng.standard_normal((2, 7, 32, 2, 64))
-    named = dict(zip(("q", "k_pages", "v_pages"), (x.astype(np.float16) for x in (q, *pages))))
-    given = {**named, "block_table": table, "cache_seqlens": lengths}
-    expected = reference.decode(**given)
-    assert_state(run(backend, given), expected, bounds(given, expected, "float16"), dtype="float16")
 
 
 # Laws
@@ -129,7 +117,7 @@ def test_order_of_pages_type_of_index_and_batch_index_change_no_bit(backend):
     for changed, expected in (
         (shuffled, lambda x: x),
         ({"cache_seqlens": given["cache_seqlens"].astype(np.int64)}, lambda x: x),
-        ({"cache_batch_idx": rows, "q": given["q"][rows]}, lambda x: x[rows]),
+        ({"cache_batch_idx": rows, "q": given["q"][rows], "cache_seqlens": given["cache_seqlens"][rows]}, lambda x: x[rows]),
     ):
         state = run(backend, {**given, **changed})
         assert_same_bits(state.out, expected(backend.host(whole.out)))
@@ -190,7 +178,7 @@ def test_results_and_workspace_are_written_where_they_are_and_nowhere_else(backe
     case = DecodeCase((length, 0, 5), 2, (4, 2), (64, 40), dtype="bfloat16")
     shape, given = (3, 2, 4), case.arrays()
     tokens = given["block_table"].shape[1] * case.page_size
-    size = decode_workspace_size(3, 2, 4, 2, 40, tokens)
+    size = decode_workspace_size(3, 2, 4, 2, 64, tokens)
     assert (size > 0) == (tokens > 256)
     guard_out, out = backend.guarded((*shape, 40), "bfloat16", "odd offset")
     guard_lse, lse = backend.guarded((*shape, 1), "float32", "row slice")
@@ -207,7 +195,7 @@ def test_a_plan_serves_other_lengths_and_tables(kernels):
     given = DecodeCase((700, 30), 1).arrays()
     arrays = moved(kernels, given)
     plan = plan_decode(**arrays)
-    assert plan.workspace_bytes == 2 * 4 * plan.num_splits * 65 * 4 and "num_splits=3" in repr(plan)
+    assert plan.workspace_bytes == 2 * 2 * plan.num_splits * (4 * 8 + 1) * 16 and "num_splits=3" in repr(plan)
     shorter = {**given, "cache_seqlens": np.repeat(np.array([30, 700], np.int32), 2)[::2], "block_table": given["block_table"][::-1]}
     for case in (given, {**shorter, "block_table": np.repeat(shorter["block_table"], 2, axis=1)[:, ::2]}):
         expected = reference.decode(**case)

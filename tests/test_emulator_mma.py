@@ -47,6 +47,7 @@ extern "C" __global__ void ldmatrix(unsigned* out, const int* rows, int n, int t
     if (n == 2) transposed ? load<2, true>(out, rows) : load<2, false>(out, rows);
     if (n == 4) transposed ? load<4, true>(out, rows) : load<4, false>(out, rows);
 }
+extern "C" __global__ void movmatrix(const unsigned* x, unsigned* y) { y[threadIdx.x] = cuemu::movmatrix(x[threadIdx.x]); }
 extern "C" __global__ void ldmatrix_faults(const uint4* global, int kind) {
     __shared__ __align__(16) char shared[64];
     unsigned r[1];
@@ -57,7 +58,7 @@ extern "C" __global__ void ldmatrix_faults(const uint4* global, int kind) {
 
 
 def mma_module() -> EmulatedModule:
-    return compiled(MMA, "mma convert ldmatrix ldmatrix_faults")
+    return compiled(MMA, "mma convert ldmatrix movmatrix ldmatrix_faults")
 
 
 def registers(elements: np.ndarray) -> np.ndarray:
@@ -133,3 +134,11 @@ def test_ldmatrix_faults(kind, message):
     outside = np.zeros(32, np.complex128)
     with pytest.raises(EmulationError, match=message):
         mma_module().launch("ldmatrix_faults", (1,), (32,), (outside, np.int32(kind)))
+
+
+def test_movmatrix_transposes():
+    """Row r of the matrix is in lanes 4 r to 4 r + 3, two columns each, the lower in the lower half."""
+    matrix = np.random.default_rng(5).integers(0, 2**16, (8, 8)).astype(np.uint16)
+    result = np.zeros(32, np.uint32)
+    mma_module().launch("movmatrix", (1,), (32,), (matrix.view(np.uint32).ravel(), result))
+    np.testing.assert_array_equal(result.view(np.uint16).reshape(8, 8), matrix.T)

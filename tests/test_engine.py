@@ -72,7 +72,7 @@ def test_specs_are_those_of_numpy(index):
 
 
 def test_no_emulator_outlives_its_test():
-    assert _launch.emulator() is None
+    assert _launch._emulator is None
 
 
 def test_host_and_device_do_not_mix():

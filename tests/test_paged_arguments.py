@@ -73,7 +73,7 @@ APPEND = [  # changed arguments, error, text
     ({**QUANTISED, "v_scale": 1e300}, ValueError, r"v_scale must be above 0 and finite in float32; got 1e\+300"),
     ({**QUANTISED, "k_scale": zeros(2, dtype=f32)}, ValueError, "k_scale must be above 0 and finite; got"),
     ({**QUANTISED, "k_scale": zeros(2)}, TypeError, "k_scale must be float32; got float16"),
-    ({**QUANTISED, "k_scale": zeros(3, dtype=f32)}, ValueError, r"k_scale.shape must be \(\), \(1,\) or \(num_kv_heads,\); got \(3,\)"),
+    ({**QUANTISED, "k_scale": zeros(3, dtype=f32)}, ValueError, r"k_scale.shape must be \(\), \(1,\) or \(num_kv_heads,\) \(2,\); got \(3,\)"),
     ({**rotary(), "positions": None}, TypeError, "rotary_cos, rotary_sin, positions must be given together; got no positions"),
     (rotary(cos=zeros(9, 4, dtype=bfloat16)), TypeError, "rotary_cos must be float16 or float32; got bfloat16"),
     (rotary(sin=zeros(9, 4)), TypeError, "rotary_sin must be float32; got float16"),

@@ -150,15 +150,26 @@ def test_no_bit_depends_on_the_pages_or_on_the_other_sequences(case, data):
 
 
 @laws
-@given(case=cases(seqlen_new=st.none(), alibi=st.sampled_from([None, "per head"])), rows=st.integers(0, 5))
-def test_cache_batch_idx_chooses_rows_of_block_table_and_cache_seqlens(case, rows):
-    (q, k_pages, v_pages, table, lengths), options, _, _ = problem(**case)
-    rng = np.random.default_rng(case["seed"])
-    chosen = rng.integers(0, len(lengths), rows if len(lengths) else 0)
-    q = rng.standard_normal((len(chosen), *q.shape[1:]))
-    options |= {"cache_leftpad": options["cache_leftpad"][chosen]} if case["leftpad"] else {}
-    state = reference.decode(q, k_pages, v_pages, table, lengths, cache_batch_idx=chosen, **options)
-    assert_same_bits(state, reference.decode(q, k_pages, v_pages, table[chosen], lengths[chosen], **options))
+@given(case=cases(alibi=st.sampled_from([None, "per head"])), data=st.data())
+def test_cache_batch_idx_chooses_rows_of_block_table_and_nothing_else(case, data):
+    (*arguments, table, lengths), options, _, after = problem(**case)
+    state = reference.decode(*arguments, table, lengths, **options)
+    order = np.array(data.draw(st.permutations(range(len(lengths)))), int)  # where the caches lie
+    (*arguments, table, _), options, _, _ = problem(**case)  # again: new tokens were written
+    elsewhere = np.full((len(lengths) + 1, table.shape[1]), -1)
+    elsewhere[order] = table
+    again = reference.decode(*arguments, elsewhere, lengths, cache_batch_idx=order, **options)
+    assert_same_bits(again, state)
+    assert_same_bits(arguments[1:], after)
+
+
+def test_two_rows_may_share_a_cache():
+    case = dict(page_size=5, lengths=[13, 7], seqlen_q=2, seqlen_new=None, shape=(2, 1, 8, 8), causal=True, window=(-1, -1), softcap=0.0)
+    rest = dict(alibi=None, sinks=False, scales=None, leftpad=False, rotary=None, dtype="float64", seed=0)
+    (q, *pages, table, _), options, _, _ = problem(**case, **rest)
+    lengths, rows = np.array([13, 6]), [0, 0]  # and see as much of it as their own lengths say
+    state = reference.decode(q, *pages, table, lengths, cache_batch_idx=rows, **options)
+    assert_same_bits(state, reference.decode(q, *pages, table[rows], lengths, **options))
 
 
 whole_cache = cases(seqlen_new=st.none(), alibi=st.none(), window=st.just((-1, -1)), leftpad=st.just(False))

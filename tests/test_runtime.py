@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ def planted(monkeypatch, tmp_path):
 
     def write(text: str = TINY, name: str = "tiny.cu") -> Kernel:
         plant(monkeypatch, tmp_path / "kernels", {name: text, "tiny.cuh": TINY_HEADER})
-        return replace(TINY_KERNEL, file=name)
+        return TINY_KERNEL._replace(file=name)
 
     return write
 
@@ -33,7 +32,7 @@ def planted(monkeypatch, tmp_path):
 def test_compile_error_has_file_architecture_defines_and_log(planted):
     kernel = planted('extern "C" __global__ void tiny(float* x) {\n  *x = undeclared;\n}\n')
     with pytest.raises(CompileError) as caught:
-        build(replace(kernel, defines=(("VALUE", 2), ("TA", "float"))), "sm_90")
+        build(kernel._replace(defines=(("VALUE", 2), ("TA", "float"))), "sm_90")
     first, second = str(caught.value).splitlines()[:2]
     assert first.startswith("tiny.cu for sm_90 with VALUE=2 TA=float does not compile")
     assert second == 'tiny.cu(2): error: identifier "undeclared" is undefined'

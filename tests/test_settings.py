@@ -71,8 +71,23 @@ def test_debug_refuses_other_levels(monkeypatch, level):
 
 
 @pytest.fixture
-def no_level(monkeypatch):
-    monkeypatch.delenv("CUATTN_CHECK", raising=False)
+def level(monkeypatch):
+    """Sets CUATTN_CHECK, None: not at all, as if nothing had read it yet."""
+
+    def set_level(value: str | None) -> None:
+        monkeypatch.delenv("CUATTN_CHECK", raising=False)
+        if value is not None:
+            monkeypatch.setenv("CUATTN_CHECK", value)
+        _settings._environment_level.cache_clear()
+
+    yield set_level
+    monkeypatch.undo()
+    _settings._environment_level.cache_clear()
+
+
+@pytest.fixture
+def no_level(level):
+    level(None)
 
 
 def test_checking_nests_and_ends_with_an_exception(no_level):
@@ -106,12 +121,12 @@ def test_checking_is_of_this_thread(no_level):
             assert _settings.checks_values()
 
 
-def test_environment_sets_the_level_outside_of_blocks(monkeypatch):
-    monkeypatch.setenv("CUATTN_CHECK", "values")
+def test_environment_sets_the_level_outside_of_blocks(level):
+    level("values")
     assert _settings.checks_values()
     with cuattn.checking("arguments"):
         assert not _settings.checks_values()
-    monkeypatch.setenv("CUATTN_CHECK", "valeus")
+    level("valeus")
     with pytest.raises(ValueError, match=r"^CUATTN_CHECK must be one of arguments, values; got 'valeus'$"):
         _settings.checks_values()
 

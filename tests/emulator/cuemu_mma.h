@@ -1,4 +1,4 @@
-// cuemu_mma.h - what mma.cuh wraps in inline PTX: mma.sync, ldmatrix, cp.async.
+// cuemu_mma.h - what mma.cuh wraps in inline PTX: mma.sync, ldmatrix, movmatrix, cp.async.
 //
 // Layouts are the PTX manual's ("Matrix Fragments for mma.m16n8k8 / m16n8k16", "ldmatrix", "cp.async").
 // With group = lane / 4 and pair = 2 * (lane % 4), register r holds two neighbours, the lower index in the
@@ -113,6 +113,25 @@ static void ldmatrix(uint32_t (&registers)[MATRICES], const void* row, Site site
         }
     }, site}, &mine);
     memcpy(registers, mine.registers, sizeof registers);
+}
+
+// ---- movmatrix ----
+// An 8 x 8 matrix, row `group` in the lanes of that group at columns `pair` and next, becomes its transpose.
+
+struct MovmatrixOperand { uint32_t in, out; };
+
+static inline uint32_t movmatrix(uint32_t x, Site site = here()) {
+    MovmatrixOperand mine{x, 0};
+    lanes_together({"movmatrix.trans", ~0u, true, [](Thread* const* lanes, uint32_t) {
+        const auto element = [&](int row, int column) -> uint32_t {
+            return operand<MovmatrixOperand>(lanes[row * 4 + column / 2]).in >> 16 * (column % 2) & 0xFFFF;
+        };
+        for (int lane = 0; lane < 32; ++lane) {
+            int group = lane / 4, pair = lane % 4 * 2;
+            operand<MovmatrixOperand>(lanes[lane]).out = element(pair + 1, group) << 16 | element(pair, group);
+        }
+    }, site}, &mine);
+    return mine.out;
 }
 
 // ---- cp.async ----
