@@ -10,9 +10,7 @@ import numpy as np
 
 from cuattn._page_pool import PageEvent
 from cuattn._paged_prefix import Prefixes
-from cuattn._paged_record import Record, count, locked, token_ids
-
-Pairs = list[tuple[int, int]]  # (source page, target page)
+from cuattn._paged_record import Pairs, Record, count, locked, token_ids
 
 
 class Growth(Prefixes):
@@ -32,8 +30,8 @@ class Growth(Prefixes):
         Returns
         -------
         list of (int, int)
-            Copy on write: where the last, partly filled page was shared, its (page, new page), already copied
-            by `copies`.
+            Copy on write: where the last, partly filled page was shared, its (page, new page). `copies` has queued
+            the copying on the current stream.
 
         Raises
         ------

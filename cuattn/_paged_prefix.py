@@ -19,7 +19,6 @@ class Prefixes:
     """The part of `PagedKVCache` that knows which pages hold which tokens."""
 
     def __init__(self, num_pages: int, page_size: int, num_host_pages: int, max_events: int) -> None:
-        count("PagedKVCache: num_host_pages", num_host_pages, 0, MAX_COUNT)
         count("PagedKVCache: max_events", max_events, 0, MAX_COUNT)
         self.page_size = page_size
         self._lock = threading.RLock()

@@ -14,6 +14,7 @@ import numpy as np
 from cuattn._prefix_hash import Salt
 
 MAX_COUNT = 2**31 - 1  # page ids and lengths are int32 for kernels
+Pairs = list[tuple[int, int]]  # (source page, target page)
 RELEASED = -1  # in a table: the page behind the window that is no longer held
 
 P = ParamSpec("P")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from cuattn._page_pool import PagePool
-from cuattn._paged_growth import Pairs
-from cuattn._paged_record import Record, locked
+from cuattn._paged_record import Pairs, Record, locked
 from cuattn._paged_sequences import Sequences
+from cuattn._paged_storage import Storage
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,35 +24,53 @@ class Swap:
     to_host : bool
         From the device to the host, or back.
     pairs : list of (int, int)
-        What is to be copied: (page, slot of the host pool), or (slot, page) on the way back.
+        What is copied: (page, slot of the host pool), or (slot, page) on the way back.
+    event : cupy.cuda.Event or None
+        Behind the copies on their stream; None where they have been made.
     """
 
     seq_id: Hashable
     to_host: bool
     pairs: Pairs
+    event: Any = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the pages have arrived; asks the device and does not wait.
+
+        Returns
+        -------
+        bool
+        """
+        return self.event is None or self.event.done
 
 
 class Swaps(Sequences):
     """The part of `PagedKVCache` that moves sequences between the device and a pool of pages on the host."""
 
-    def __init__(self, num_pages: int, page_size: int, num_host_pages: int, max_events: int) -> None:
+    def __init__(
+        self, storage: Storage, num_pages: int, page_size: int, num_host_pages: int, max_events: int
+    ) -> None:
         super().__init__(num_pages, page_size, num_host_pages, max_events)
+        self._storage = storage
         self._swaps: dict[Swap, Record] = {}  # on their way
 
     @locked
-    def swap_out(self, seq_id: Hashable) -> Swap:
+    def swap_out(self, seq_id: Hashable, *, stream: Any = None) -> Swap:
         """Begin to move a sequence to the host.
 
         Parameters
         ----------
         seq_id : hashable
             The sequence; it can't be used until it is back, only freed.
+        stream : cupy.cuda.Stream, optional
+            The copies are queued here, behind what is queued on the current stream now. Default: the current stream.
 
         Returns
         -------
         Swap
-            Copy its `pairs`, then pass it to `swap_done`. Pages that are shared are copied too; on the host
-            and after the way back the sequence shares with nobody.
+            To be passed to `swap_done`. Pages that are shared are copied too; on the host and after the way back
+            the sequence shares with nobody.
 
         Raises
         ------
@@ -61,21 +80,23 @@ class Swaps(Sequences):
             If the sequence is unknown or not on the device.
         """
         seq = self._resident("swap_out", seq_id)
-        return self._begin("swap_out", seq_id, seq, to_host=True)
+        return self._begin("swap_out", seq_id, seq, True, stream)
 
     @locked
-    def swap_in(self, seq_id: Hashable) -> Swap:
+    def swap_in(self, seq_id: Hashable, *, stream: Any = None) -> Swap:
         """Begin to move a sequence back to the device.
 
         Parameters
         ----------
         seq_id : hashable
             A sequence on the host.
+        stream : cupy.cuda.Stream, optional
+            As for `swap_out`.
 
         Returns
         -------
         Swap
-            Copy its `pairs`, then pass it to `swap_done`.
+            To be passed to `swap_done`; the sequence can be used from then on.
 
         Raises
         ------
@@ -87,19 +108,19 @@ class Swaps(Sequences):
         seq = self._known("swap_in", seq_id)
         if seq.place != "on the host":
             raise ValueError(f"PagedKVCache.swap_in: seq_id must be on the host; {seq_id!r} is {seq.place}")
-        return self._begin("swap_in", seq_id, seq, to_host=False)
+        return self._begin("swap_in", seq_id, seq, False, stream)
 
     @locked
     def swap_done(self, swap: Swap, *, moved: bool = True) -> None:
-        """Say that the pages of a swap have arrived; only now the pages they come from can be used again.
+        """End a swap: from now on the pages that it comes from can be used for something else.
 
         Parameters
         ----------
         swap : Swap
-            Each one once. It may also be passed as soon as its copies are queued on the stream on which all
-            later work on these pages is queued.
+            Each one once. If it is not ``swap.done`` yet, what is queued on the current stream from now on waits for
+            it, on the device; the host does not.
         moved : bool
-            False if the copying failed: the sequence stays where it was.
+            False to give it up: the sequence stays where it was.
 
         Raises
         ------
@@ -110,11 +131,13 @@ class Swaps(Sequences):
         -----
         A sequence that was freed meanwhile stays freed; its pages on both sides are released here.
         """
-        seq = self._swaps.pop(swap, None)
+        seq = self._swaps.get(swap)
         if seq is None:
             raise ValueError(
                 "PagedKVCache.swap_done: swap must be on its way; got one that is done, or not of this cache"
             )
+        self._storage.wait(swap.event)
+        del self._swaps[swap]
         sources, targets = ([pair[side] for pair in reversed(swap.pairs)] for side in (0, 1))
         source_pool, target_pool = self._pools(swap.to_host)
         alive = self._sequences.get(swap.seq_id) is seq
@@ -127,11 +150,18 @@ class Swaps(Sequences):
             seq.settled = seq.released
         seq.place = "on the host" if swap.to_host == moved else "on the device"
 
-    def _begin(self, method: str, seq_id: Hashable, seq: Record, *, to_host: bool) -> Swap:
+    def _begin(self, method: str, seq_id: Hashable, seq: Record, to_host: bool, stream: Any) -> Swap:
         sources = seq.table[seq.released :]
+        pool = self._pools(to_host)[1]
         where = f"PagedKVCache.{method} (to the {'host' if to_host else 'device'})"
-        targets = self._pools(to_host)[1].acquire(where, (), len(sources))
-        swap = Swap(seq_id, to_host, list(zip(sources, targets)))
+        targets = pool.acquire(where, (), len(sources))
+        pairs = list(zip(sources, targets))
+        try:
+            event = self._storage.swap(pairs, to_host, stream)
+        except BaseException:
+            pool.release(targets)
+            raise
+        swap = Swap(seq_id, to_host, pairs, event)
         self._swaps[swap] = seq
         seq.place = "on its way"
         return swap

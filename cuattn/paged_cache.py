@@ -7,22 +7,22 @@ Python on the host; kernels read and write the pages through the index arrays th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
 from typing import Any
 
 import numpy as np
 
 from cuattn import _paged_check, _paged_index
 from cuattn._page_pool import OutOfPages, PageEvent
-from cuattn._paged_growth import Pairs
-from cuattn._paged_record import Record, UnknownSequence, count, locked
+from cuattn._paged_batch import Batches
+from cuattn._paged_record import Pairs, UnknownSequence, count, locked
 from cuattn._paged_storage import Storage, scale
-from cuattn._paged_swap import Swap, Swaps
+from cuattn._paged_swap import Swap
 
 __all__ = ["OutOfPages", "PageEvent", "PagedKVCache", "Swap", "UnknownSequence"]
 
 
-class PagedKVCache(Swaps):
+class PagedKVCache(Batches):
     """Pages of keys and values for many sequences, with one table for all layers.
 
     Parameters
@@ -43,7 +43,7 @@ class PagedKVCache(Swaps):
         What stored keys and values are to be multiplied by. They belong to the cache for its whole life, so
         they are right for every page, however it was shared, copied or swapped.
     num_host_pages : int
-        Slots of the pool on the host that `swap_out` moves pages to.
+        Slots of the pool on the host that `swap_out` moves pages to; pinned memory if the pages are on a device.
     max_events : int
         How many events are kept until `take_events`; older ones are dropped.
     poison : bool
@@ -52,7 +52,7 @@ class PagedKVCache(Swaps):
     Attributes
     ----------
     k_pages, v_pages : list of array, (num_pages, page_size, num_kv_heads, head_dim or head_dim_v)
-        One for each layer.
+        One for each layer. They stay where they are.
     k_scale, v_scale : array, (num_layers, num_kv_heads), float32, or None
         As given; they can't be changed.
 
@@ -65,8 +65,11 @@ class PagedKVCache(Swaps):
     -----
     A call that raises has changed nothing, except that pages which were cached may have been evicted if the
     copying of pages itself failed. Every public method runs under one lock, so threads may share a cache;
-    what several calls find out together needs a lock of the caller's. Work on the pages is ordered by the
-    stream: use one, or events.
+    what several calls find out together needs a lock of the caller's.
+
+    Pages are copied on CuPy's current stream, where kernels read and write them too, or on a stream given to
+    `swap_out` and `swap_in`; the host waits for none of it. What uses the pages on yet another stream needs events
+    of the caller's. Keep the cache until its swaps are done.
 
     A page is *in use*, *cached* (held by no sequence, but published: the next prompt with these tokens gets
     it) or *free*. When free pages run out, the cached page that has been without a holder for longest is
@@ -107,9 +110,9 @@ class PagedKVCache(Swaps):
     ) -> None:
         rows = (num_pages, page_size, num_kv_heads)
         dims = (head_dim, head_dim if head_dim_v is None else head_dim_v)
-        self._storage = Storage(rows, dims, num_layers, dtype, xp, poison)
-        super().__init__(num_pages, page_size, num_host_pages, max_events)
-        self.k_pages, self.v_pages = self._storage.k_pages, self._storage.v_pages
+        storage = Storage(rows, dims, num_layers, num_host_pages, dtype, xp, poison)
+        super().__init__(storage, num_pages, page_size, num_host_pages, max_events)
+        self.k_pages, self.v_pages = storage.k_pages, storage.v_pages
         self._k_scale = scale(xp, "k_scale", k_scale, (num_layers, num_kv_heads))
         self._v_scale = scale(xp, "v_scale", v_scale, (num_layers, num_kv_heads))
         self._send = _paged_index.sender(xp)
@@ -135,91 +138,24 @@ class PagedKVCache(Swaps):
         return self._v_scale
 
     @locked
-    def block_table(self, seq_ids: Sequence[Hashable], width: int | None = None) -> Any:
-        """The pages of each sequence, for kernels.
+    def layer(self, number: int) -> dict[str, Any]:
+        """What `append_kv`, `gather_kv` and `decode` need to know of a layer: ``decode(q, **cache.layer(0), ...)``.
 
         Parameters
         ----------
-        seq_ids : sequence of hashable
-            The batch.
-        width : int, optional
-            Columns. Default: those of the longest sequence.
+        number : int
+            The layer, from 0.
 
         Returns
         -------
-        array, (batch, width), int32
-            -1 after the last page, and where pages were released.
-
-        Raises
-        ------
-        UnknownSequence, ValueError
-            If a sequence is unknown or not on the device, or has more pages than columns.
-
-        Notes
-        -----
-        On a device, the copy is queued on the current stream and not waited for; don't call it inside a graph
-        capture.
+        dict
+            k_pages, v_pages (num_pages, page_size, num_kv_heads, head_dim or head_dim_v), and k_scale, v_scale
+            (num_kv_heads,) float32 or None.
         """
-        tables = [seq.table for seq in self._batch("block_table", seq_ids)]
-        most = max(map(len, tables), default=0)
-        columns = most if width is None else count("PagedKVCache.block_table: width", width, most)
-        return self._send(_paged_index.block_table(tables, columns))
-
-    @locked
-    def cache_seqlens(self, seq_ids: Sequence[Hashable], num_new: int | Sequence[int] = 0) -> Any:
-        """The lengths of sequences, for kernels.
-
-        Parameters
-        ----------
-        seq_ids : sequence of hashable
-            The batch.
-        num_new : int or sequence of int, (batch,)
-            Tokens at the end of each sequence that are not counted: `decode` wants the lengths before the new
-            tokens.
-
-        Returns
-        -------
-        array, (batch,), int32
-            Sent as `block_table`.
-
-        Raises
-        ------
-        UnknownSequence, TypeError, ValueError
-            If a sequence is unknown, not on the device or shorter than `num_new`.
-        """
-        batch = self._batch("cache_seqlens", seq_ids)
-        lengths = [seq.length for seq in batch]
-        new = _paged_index.new_tokens("PagedKVCache.cache_seqlens: num_new", lengths, num_new)
-        return self._send(np.array([length - n for length, n in zip(lengths, new)], np.int32))
-
-    @locked
-    def slot_mapping(self, seq_ids: Sequence[Hashable], num_new: int | Sequence[int]) -> Any:
-        """Where to write the keys and values of the last tokens of each sequence.
-
-        Parameters
-        ----------
-        seq_ids : sequence of hashable
-            The batch.
-        num_new : int or sequence of int, (batch,)
-            Tokens at the end of each sequence.
-
-        Returns
-        -------
-        array, (sum of num_new,), int64
-            ``page * page_size + offset``, sequence after sequence; -1 where nothing is to be written: in
-            released pages, and in published ones, whose contents others rely on. Sent as `block_table`.
-
-        Raises
-        ------
-        UnknownSequence, TypeError, ValueError
-            If a sequence is unknown, not on the device or shorter than `num_new`.
-        """
-        batch = self._batch("slot_mapping", seq_ids)
-        tables, lengths = [seq.table for seq in batch], [seq.length for seq in batch]
-        new = _paged_index.new_tokens("PagedKVCache.slot_mapping: num_new", lengths, num_new)
-        return self._send(
-            _paged_index.slot_mapping(tables, lengths, new, self.page_size, self._pool.digest_of)
-        )
+        number = count("PagedKVCache.layer: number", number, 0, len(self.k_pages) - 1)
+        k_scale, v_scale = (None if scale is None else scale[number] for scale in (self._k_scale, self._v_scale))
+        pages = {"k_pages": self.k_pages[number], "v_pages": self.v_pages[number]}
+        return {**pages, "k_scale": k_scale, "v_scale": v_scale}
 
     @locked
     def copies(self, pairs: Pairs) -> None:
@@ -228,10 +164,25 @@ class PagedKVCache(Swaps):
         Parameters
         ----------
         pairs : list of (int, int)
-            (source page, target page). All sources are read before any target is written.
+            (source page, target page). They are copied side by side: no target may be named twice or be a source,
+            and none may be published.
+
+        Raises
+        ------
+        ValueError
+            If one is; nothing is copied then.
         """
-        source, target = self._send(np.array(pairs, np.int64).reshape(-1, 2).T)
-        self._storage.copy(source, target)
+        targets, sources = [target for _, target in pairs], {source for source, _ in pairs}
+        total, names = self._pool.total, self._pool.digest_of
+        for rule, wrong in (
+            (f"have pages from 0 to {total - 1}", [page for pair in pairs for page in pair if not 0 <= page < total]),
+            ("name each target once", [page for page, times in Counter(targets).items() if times > 1]),
+            ("have no target that is a source", [page for page in targets if page in sources]),
+            ("have no target that is published", [page for page in targets if page in names]),
+        ):
+            if wrong:
+                raise ValueError(f"PagedKVCache.copies: pairs must {rule}; got {wrong[0]}")
+        self._storage.copy(pairs, self._send)
 
     @locked
     def num_free(self) -> int:
@@ -287,6 +238,3 @@ class PagedKVCache(Swaps):
     def check(self) -> None:
         """Raise AssertionError with the name of the first invariant that doesn't hold. Slow, for tests."""
         _paged_check.check(self)
-
-    def _batch(self, method: str, seq_ids: Sequence[Hashable]) -> list[Record]:
-        return [self._resident(method, seq_id) for seq_id in seq_ids]

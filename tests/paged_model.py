@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -34,7 +34,9 @@ class Expectations:
     size: int  # of a page
     model: dict[object, Model]
     orphans: list  # swaps whose sequence was freed
-    names: dict[bytes, int]  # of published pages
+    names: dict[bytes, int]  # of published pages; from here on what the events say
+    held: set[int]
+    cached: OrderedDict[int, None]
 
     def pages(self, length):
         return -(-length // self.size)
@@ -68,3 +70,25 @@ class Expectations:
                 break
             hits += self.size
         return hits
+
+    def follow_events(self):
+        for event in self.cache.take_events():
+            if event.kind == "allocated":
+                assert (event.digest is not None) == (event.page in self.cached)
+                assert event.page not in self.held
+                self.cached.pop(event.page, None)
+                self.held.add(event.page)
+            elif event.kind == "freed":
+                self.held.remove(event.page)
+                if event.page in self.names.values():
+                    self.cached[event.page] = None
+            elif event.kind == "published":
+                assert event.page in self.held and event.digest not in self.names
+                self.names[event.digest] = event.page
+            elif event.kind == "evicted":
+                assert self.names.pop(event.digest) == event.page
+                if event.page not in self.held:
+                    assert event.page == next(iter(self.cached)), "the one without a holder for longest goes first"
+                    del self.cached[event.page]
+            else:
+                assert {event.page, event.source} <= self.held

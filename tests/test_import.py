@@ -130,6 +130,18 @@ def test_all_names_exist_and_are_sorted():
     assert cuattn.__all__ == sorted(cuattn.__all__)
 
 
+NAMESAKES = """
+import sys
+import cuattn, cuattn.decode
+from cuattn.decode import plan_decode
+assert cuattn.decode is sys.modules["cuattn.decode"].decode and cuattn.plan_decode is plan_decode
+"""
+
+
+def test_decode_is_the_function_and_its_module_can_be_imported_from(tmp_path):
+    run(NAMESAKES, tmp_path)
+
+
 # Without CuPy, without NVRTC
 
 

@@ -1,4 +1,4 @@
-"""The manager of pages: page edges, failures that change nothing, storage, events and threads.
+"""The manager of pages: page edges, failures that change nothing, events and threads.
 
 Each test is named for a fault that was reported somewhere.
 """
@@ -9,12 +9,11 @@ import inspect
 import sys
 import threading
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from cuattn.paged_cache import OutOfPages, PagedKVCache, UnknownSequence
-from tests.paged_contents import A, B, arrays, computed, read, small_cache, table, unchanged, values, write
+from tests.paged_contents import A, B, computed, read, small_cache, table, unchanged, values, write
 
 # Page edges
 
@@ -131,47 +130,6 @@ def test_a_copy_that_fails_takes_no_page(monkeypatch):
         cache.extend(1, 3)
     assert (cache.stats(), table(cache, 0), table(cache, 1)) == before
     cache.check()
-
-
-# Storage
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, ml_dtypes.float8_e4m3fn])
-def test_copies_reach_every_layer_and_dtype(dtype):
-    """Hugging Face's offloading wrote into a temporary: ``a[ids].copy_(b)`` changes nothing."""
-    cache = PagedKVCache(4, 2, 3, 8, head_dim_v=5, num_layers=2, dtype=dtype, poison=True)
-    assert [p.shape for p in arrays(cache)] == [(4, 2, 3, 8)] * 2 + [(4, 2, 3, 5)] * 2
-    assert all(p.dtype == dtype and np.isnan(p.astype(np.float32)).all() for p in arrays(cache))
-    for number, pages in enumerate(arrays(cache)):
-        pages[...] = np.arange(4).reshape(4, 1, 1, 1) + 4 * number
-    cache.copies([(0, 1), (1, 0), (2, 3)])  # a swap: all are read before any is written
-    for number, pages in enumerate(arrays(cache)):
-        assert [set(page.astype(np.float32).ravel() - 4 * number) for page in pages] == [{1}, {0}, {2}, {2}]
-
-
-def test_bookkeeping_does_not_touch_pages():
-    cache = small_cache()
-    before = [pages.tobytes() for pages in arrays(cache)]
-    cache.add_sequence(0, A[:9])
-    cache.publish(0, 9)
-    cache.add_sequence(1, A[:9])
-    cache.extend(1, 5)
-    cache.truncate(1, 9)
-    cache.free(0)
-    assert [pages.tobytes() for pages in arrays(cache)] == before
-
-
-def test_scales_belong_to_the_cache_for_good():
-    """sglang #18904: one path missed them. Avarok/atlas #919: a changed scale reinterpreted old pages."""
-    given = np.repeat(np.float32([[0.5], [2.0]]), 3, axis=1)
-    cache = PagedKVCache(4, 2, 3, 8, num_layers=2, dtype=ml_dtypes.float8_e4m3fn, k_scale=given, v_scale=0.25)
-    given[:] = 7
-    assert cache.k_scale.tolist() == [[0.5] * 3, [2.0] * 3] and cache.k_scale.dtype == np.float32
-    assert cache.v_scale.tolist() == [[0.25] * 3] * 2 and small_cache().k_scale is None
-    with pytest.raises(AttributeError):
-        cache.k_scale = 1.0
-    with pytest.raises(ValueError, match="read-only"):
-        cache.v_scale[0] = 1.0
 
 
 # Events, numbers, threads

@@ -1,14 +1,17 @@
 """Random operations on a paged cache against a model that is a dictionary of token lists.
 
 The model knows for each sequence what must be in its pages. Contents are written through `slot_mapping` some
-time after the pages were handed out, copies are made by the cache, swapped pages travel as late as possible:
-every page that is used for two things at once shows as wrong contents. A second model follows the events and
-knows who should be evicted.
+time after the pages were handed out, copied and swapped by the cache, and gathered after every step: a page
+that is used for two things at once shows as wrong contents. Where streams are late, writing, copying, swapping
+and looking happen when their stream gets there, so what the cache leaves unordered shows too. A second model
+follows the events and knows who should be evicted.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -19,49 +22,43 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cuattn import _prefix_hash
 from cuattn.paged_cache import OutOfPages
-from tests.paged_contents import arrays, read, small_cache, state, value, write
-from tests.paged_model import Expectations, Model
+from cuattn.testing import to_host
+from tests.backends import Emulator
+from tests.paged_contents import load, slots_of, small_cache, store, value
+from tests.paged_model import Model
+from tests.paged_places import LateStreams, Place
+from tests.paged_swap_rules import SwapRules
 
 SALTS = st.sampled_from([None, ("lora", "X"), ("cache_salt", "X")])
 BITS = st.integers(0, 1)  # two ids, so that sequences often go on alike
-TOKENS = st.builds(
-    lambda n, tail: [0, 1, 1, 0, 0, 1, 0, 1, 1][:n] + tail, st.integers(0, 9), st.lists(BITS, max_size=2)
-)
+TOKENS = st.builds(lambda n, tail: [0, 1, 1, 0, 0, 1, 0, 1, 1][:n] + tail, st.integers(0, 9), st.lists(BITS, max_size=2))
 FEW = st.integers(0, 6)
 _unknown = count(2**20)  # contents of tokens without ids, each another
 
 
-class PagedCacheMachine(Expectations, RuleBasedStateMachine):
+class PagedCacheMachine(SwapRules, RuleBasedStateMachine):
+    @staticmethod
+    def place_of(seed) -> Place:
+        return Place()
+
     @initialize(
         num_pages=st.integers(4, 14),
         page_size=st.integers(1, 4),
-        num_host_pages=st.integers(0, 9),
+        num_host_pages=st.integers(0, 12),
         layers=st.integers(1, 2),
+        seed=st.integers(0, 2**32 - 1),
     )
-    def begin(self, num_pages, page_size, num_host_pages, layers):
+    def begin(self, num_pages, page_size, num_host_pages, layers, seed):
+        self.place, self.in_use = self.place_of(seed), contextlib.ExitStack()
+        self.in_use.enter_context(self.place.use())
         options = {"num_layers": layers, "num_host_pages": num_host_pages, "max_events": 10_000}
-        self.cache, self.size = small_cache(num_pages, page_size, **options), page_size
-        self.host = [
-            np.full((num_host_pages, *pages.shape[1:]), np.nan, pages.dtype) for pages in arrays(self.cache)
-        ]
+        self.cache, self.size = small_cache(num_pages, page_size, xp=self.place.xp, **options), page_size
         self.model: dict[object, Model] = {}
         self.orphans: list = []  # swaps whose sequence was freed
         self.names: dict[bytes, int] = {}  # from here on what the events say
         self.held: set[int] = set()
         self.cached: OrderedDict[int, None] = OrderedDict()
         self.add([0, 1, 1], None, True)
-
-    def attempt(self, needed, free, call):
-        """A call that needs pages: it must fail exactly if there are too few, and then change nothing."""
-        before = state(self.cache)
-        try:
-            result = call()
-        except OutOfPages as error:
-            assert (error.needed, error.free) == (needed, free) and needed > free  # noqa: PT017
-            assert state(self.cache) == before
-            return None
-        assert needed <= free
-        return result
 
     # Rules
 
@@ -87,9 +84,8 @@ class PagedCacheMachine(Expectations, RuleBasedStateMachine):
     @precondition(lambda self: self.of("device"))
     @rule(data=st.data(), tokens=st.lists(BITS, max_size=6), known=st.booleans(), fails=st.booleans())
     def grow(self, data, tokens, known, fails):
-        chosen = data.draw(
-            st.lists(st.sampled_from(self.of("device")), min_size=1, max_size=3, unique=True), "seq_ids"
-        )
+        seq_ids = st.lists(st.sampled_from(self.of("device")), min_size=1, max_size=3, unique=True)
+        chosen = data.draw(seq_ids, "seq_ids")
         self.grow_by({seq_id: tokens[number:] for number, seq_id in enumerate(chosen)}, known, fails)
 
     def grow_by(self, new, known, fails):
@@ -150,14 +146,12 @@ class PagedCacheMachine(Expectations, RuleBasedStateMachine):
     def write(self, seq_id, most):
         seq = self.model[seq_id]
         pending = seq.contents[seq.computed :]
-        (table,), slots = (
-            self.cache.block_table([seq_id]),
-            write(self.cache, seq_id, pending[:most], len(pending)),
-        )
+        table, slots = self.tables()[seq_id], to_host(self.cache.slot_mapping([seq_id], len(pending)))
+        self.place.queue(partial(store, self.cache, pending[:most], slots[:most]))
         self.follow_events()
         final = {-1, *self.names.values()}
         positions = range(seq.computed, len(seq.contents))
-        places = [(int(table[i // self.size]), i % self.size) for i in positions]
+        places = [(table[i // self.size], i % self.size) for i in positions]
         assert slots.tolist() == [-1 if page in final else page * self.size + i for page, i in places]
         seq.computed = min(seq.computed + most, len(seq.contents))
 
@@ -167,9 +161,8 @@ class PagedCacheMachine(Expectations, RuleBasedStateMachine):
         seq_id, new_id = self.pick(data), self.unused()
         self.cache.fork(seq_id, new_id)
         seq = self.model[seq_id]
-        self.model[new_id] = Model(
-            seq.salt, [*seq.tokens], [*seq.contents], seq.computed, seq.released, seq.shortest
-        )
+        known = [*seq.tokens], [*seq.contents], seq.computed
+        self.model[new_id] = Model(seq.salt, *known, seq.released, seq.shortest)
 
     @precondition(lambda self: self.of("device"))
     @rule(data=st.data(), less=FEW, other_end=st.lists(BITS, max_size=3))
@@ -226,73 +219,15 @@ class PagedCacheMachine(Expectations, RuleBasedStateMachine):
         if seq.swap:
             self.orphans.append(seq.swap)
 
-    @precondition(lambda self: self.of("device") or self.of("host"))
-    @rule(data=st.data())
-    def swap(self, data):
-        seq_id = data.draw(st.sampled_from(self.of("device") + self.of("host")), "seq_id")
-        seq = self.model[seq_id]
-        needed = self.pages(len(seq.contents)) - seq.released
-        if seq.place == "device":
-            swap = self.attempt(needed, self.cache.stats()["host_free"], lambda: self.cache.swap_out(seq_id))
-        else:
-            swap = self.attempt(needed, self.cache.num_free(), lambda: self.cache.swap_in(seq_id))
-        if swap is not None:
-            assert len(swap.pairs) == needed and swap.to_host == (seq.place == "device")
-            seq.place, seq.swap = "moving", swap
-
-    @precondition(lambda self: self.orphans or self.of("moving"))
-    @rule(data=st.data(), moved=st.sampled_from([True, True, True, False]))
-    def swap_done(self, data, moved):
-        """The pages travel only now, so whatever was reused too early shows on either side."""
-        moving = self.of("moving") + list(range(-len(self.orphans), 0))
-        chosen = data.draw(st.integers(0, len(moving) - 1), "swap")
-        seq = self.model[moving[chosen]] if chosen < len(self.of("moving")) else None
-        swap = seq.swap if seq else self.orphans.pop(moving[chosen])
-        if moved:
-            for pages, host in zip(arrays(self.cache), self.host):
-                source, target = (pages, host) if swap.to_host else (host, pages)
-                for source_page, target_page in swap.pairs:
-                    target[target_page] = source[source_page]
-        self.cache.swap_done(swap, moved=moved)
-        if seq:
-            seq.place, seq.swap = ("host" if swap.to_host == moved else "device"), None
-
     # What holds after each of them
-
-    def follow_events(self):
-        for event in self.cache.take_events():
-            if event.kind == "allocated":
-                assert (event.digest is not None) == (event.page in self.cached)
-                assert event.page not in self.held
-                self.cached.pop(event.page, None)
-                self.held.add(event.page)
-            elif event.kind == "freed":
-                self.held.remove(event.page)
-                if event.page in self.names.values():
-                    self.cached[event.page] = None
-            elif event.kind == "published":
-                assert event.page in self.held and event.digest not in self.names
-                self.names[event.digest] = event.page
-            elif event.kind == "evicted":
-                assert self.names.pop(event.digest) == event.page
-                if event.page not in self.held:
-                    assert event.page == next(iter(self.cached)), (
-                        "the one without a holder for longest goes first"
-                    )
-                    del self.cached[event.page]
-            else:
-                assert {event.page, event.source} <= self.held
 
     @invariant()
     def bookkeeping_is_consistent(self):
         self.cache.check()
         self.follow_events()
         stats, total = self.cache.stats(), self.cache.stats()["total"]
-        assert (
-            (stats["in_use"], stats["cached"])
-            == (len(self.held), len(self.cached))
-            == (len(self.holders()), stats["cached"])
-        )
+        assert (stats["in_use"], stats["cached"]) == (len(self.held), len(self.cached))
+        assert len(self.held) == len(self.holders())
         assert stats["free"] + stats["cached"] + stats["in_use"] == total
         assert self.cache.num_free() == total - len(self.held)
         assert stats["sequences"] == len(self.model)
@@ -300,25 +235,51 @@ class PagedCacheMachine(Expectations, RuleBasedStateMachine):
 
     @invariant()
     def contents_are_right(self):
-        tables = self.tables()
-        for seq_id, table in tables.items():
+        slots, contents = [np.zeros(0, np.int64)], []
+        for seq_id, table in self.tables().items():
             seq = self.model[seq_id]
             assert len(table) == self.pages(len(seq.contents))
             assert [page == -1 for page in table] == [index < seq.released for index in range(len(table))]
-            first = seq.released * self.size
-            assert read(self.cache, seq_id)[first : seq.computed] == seq.contents[first : seq.computed]
+            known = slice(seq.released * self.size, seq.computed)
+            slots.append(slots_of(self.cache, seq_id)[known])
+            contents += seq.contents[known]
+        self.place.queue(partial(self.look, np.concatenate(slots), contents))
+        self.place.go_on()
+
+    def look(self, slots, contents):
+        assert load(self.cache, slots).tolist() == contents
 
     def teardown(self):
         if not hasattr(self, "cache"):
             return
-        for seq_id in list(self.model):
-            self.cache.free(seq_id)
-        for swap in self.orphans + [seq.swap for seq in self.model.values() if seq.swap]:
-            self.cache.swap_done(swap)
-        self.cache.check()
-        stats = self.cache.stats()
-        assert (stats["in_use"], stats["host_free"], stats["swaps"]) == (0, stats["host_total"], 0)
+        with self.in_use:
+            self.place.finish()
+            for seq_id in list(self.model):
+                self.cache.free(seq_id)
+            for swap in self.orphans + [seq.swap for seq in self.model.values() if seq.swap]:
+                assert swap.done
+                self.cache.swap_done(swap)
+            self.cache.check()
+            stats = self.cache.stats()
+            assert (stats["in_use"], stats["host_free"], stats["swaps"]) == (0, stats["host_total"], 0)
 
 
-TestPagedCache = PagedCacheMachine.TestCase
-TestPagedCache.settings = settings(max_examples=200, stateful_step_count=50, deadline=None, derandomize=True)
+class LatePagedCacheMachine(PagedCacheMachine):
+    place_of = LateStreams
+
+
+class EmulatedPagedCacheMachine(PagedCacheMachine):
+    @staticmethod
+    def place_of(seed):
+        return Place(Emulator("shuffle" if seed % 2 else "forward"))
+
+
+def settled(machine, examples, steps):
+    case = machine.TestCase
+    case.settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=True)
+    return case
+
+
+TestPagedCache = settled(PagedCacheMachine, 200, 50)
+TestPagedCacheOnLateStreams = settled(LatePagedCacheMachine, 200, 50)
+TestPagedCacheEmulated = settled(EmulatedPagedCacheMachine, 20, 30)

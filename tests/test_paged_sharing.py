@@ -1,4 +1,4 @@
-"""Pages that several sequences hold, pages behind a window, and sequences on the host.
+"""Pages that several sequences hold, and pages behind a window.
 
 Contents are written through the index arrays and read back: two sequences in one page show as wrong contents.
 """
@@ -6,10 +6,9 @@ Contents are written through the index arrays and read back: two sequences in on
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from cuattn.paged_cache import OutOfPages, Swap, UnknownSequence
-from tests.paged_contents import A, B, arrays, computed, read, small_cache, table, unchanged, values, write
+from cuattn.paged_cache import OutOfPages, UnknownSequence
+from tests.paged_contents import A, B, computed, read, small_cache, table, unchanged, values, write
 
 # Sharing and copying on write
 
@@ -160,123 +159,3 @@ def test_a_window_does_not_go_back_over_released_pages():
     )
     cache.truncate(0, 11)
     assert cache.append(0, B[:2]) == [] and len(table(cache, 0)) == 4
-
-
-# Swapping
-
-
-def swapped(cache, swap: Swap, host):
-    """Copy the pages of a swap."""
-    for source, target in swap.pairs:
-        for pages, held in zip(arrays(cache), host):
-            if swap.to_host:
-                held[target] = pages[source]
-            else:
-                pages[target] = held[source]
-
-
-def test_there_and_back():
-    """vLLM #546, TensorRT-LLM #11879: engines stalled or miscounted after a few swaps."""
-    cache = small_cache(num_pages=4, num_host_pages=3)
-    host = [np.full((3, *pages.shape[1:]), np.nan, pages.dtype) for pages in arrays(cache)]
-    computed(cache, 0, A[:10])
-    for _ in range(5):
-        swap = cache.swap_out(0)
-        swapped(cache, swap, host)
-        cache.swap_done(swap)
-        assert (cache.stats()["in_use"], cache.stats()["host_free"], cache.stats()["tokens"]) == (0, 0, 10)
-        cache.add_sequence(1, B[:16])  # takes all pages
-        write(cache, 1, values(B[:16]))
-        unchanged(
-            cache,
-            OutOfPages,
-            lambda: cache.swap_in(0),
-            r"swap_in \(to the device\) needs 3 more pages; 0 are free",
-        )
-        cache.free(1)
-        swap = cache.swap_in(0)
-        swapped(cache, swap, host)
-        cache.swap_done(swap)
-        assert read(cache, 0) == values(A[:10]) and cache.stats()["host_free"] == 3
-        cache.check()
-    assert cache.publish(0, 10) == 2 and cache.append(0, A[10:12]) == []
-
-
-def test_pages_on_their_way_are_not_used_for_anything_else():
-    """vLLM #45704, TensorRT-LLM #8813: pages were reused while they were still copied."""
-    cache = small_cache(num_pages=4, num_host_pages=3)
-    computed(cache, 0, A[:10])
-    swap = cache.swap_out(0)
-    assert cache.num_free() == 1 and cache.stats()["host_free"] == 0
-    unchanged(cache, OutOfPages, lambda: cache.add_sequence(1, B[:5]))
-    cache.swap_done(swap)
-    swap = cache.swap_in(0)
-    assert cache.num_free() == 1 and cache.stats()["host_free"] == 0 and cache.stats()["swaps"] == 1
-    cache.swap_done(swap)
-    assert cache.stats()["host_free"] == 3
-
-
-@pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_sequence_freed_on_its_way_leaks_nothing_and_frees_nothing_early(back, moved):
-    """vLLM #46283, #32255: an abort during a load leaked its pages, or freed them while they were written."""
-    cache = small_cache(num_pages=4, num_host_pages=3)
-    computed(cache, 0, A[:10], publish=False)
-    swap = cache.swap_out(0)
-    if back:
-        cache.swap_done(swap)
-        swap = cache.swap_in(0)
-    cache.free(0)
-    assert cache.num_free() == 1 and cache.stats()["host_free"] == 0
-    computed(cache, 0, B[:3])  # the name is free at once
-    cache.check()
-    cache.swap_done(swap, moved=moved)
-    cache.check()
-    assert cache.num_free() == 3 and cache.stats()["host_free"] == 3 and read(cache, 0) == values(B[:3])
-    unchanged(
-        cache,
-        ValueError,
-        lambda: cache.swap_done(swap),
-        "swap_done: swap must be on its way; got one that is done",
-    )
-
-
-def test_a_swap_that_failed_leaves_the_sequence_where_it_was():
-    cache = small_cache(num_pages=4, num_host_pages=3)
-    computed(cache, 0, A[:10])
-    cache.swap_done(cache.swap_out(0), moved=False)
-    assert read(cache, 0) == values(A[:10]) and cache.stats()["host_free"] == 3
-    cache.swap_done(cache.swap_out(0))
-    cache.swap_done(cache.swap_in(0), moved=False)
-    assert cache.num_free() == 4 and cache.stats()["host_free"] == 0
-    cache.check()
-    cache.free(0)
-    assert cache.stats()["host_free"] == 3
-    cache.check()
-
-
-def test_sharers_of_swapped_pages_stay():
-    cache = small_cache(num_pages=3, num_host_pages=3)
-    computed(cache, 0, A[:10])
-    cache.fork(0, 1)
-    swap = cache.swap_out(0)
-    cache.swap_done(swap)
-    assert read(cache, 1) == values(A[:10]) and cache.num_free() == 0
-    unchanged(
-        cache,
-        OutOfPages,
-        lambda: cache.swap_out(1),
-        r"swap_out \(to the host\) needs 3 more pages; 0 are free",
-    )
-
-
-def test_swaps_skip_released_pages():
-    cache = small_cache(num_pages=4, num_host_pages=1)
-    computed(cache, 0, A[:10])
-    cache.release_outside_window(0, 1)
-    swap = cache.swap_out(0)
-    assert len(swap.pairs) == 1
-    cache.swap_done(swap)
-    cache.swap_done(cache.swap_in(0))
-    assert table(cache, 0)[:2] == [-1, -1] and table(cache, 0)[2] >= 0
-    cache.check()
