@@ -73,13 +73,20 @@ def workspace(function: str, spec: ArraySpec, least: int) -> None:
 @functools.lru_cache(4096)
 def _options(function: str, *numbers: float) -> Options:
     with np.errstate(over="ignore"):
-        options = Options(*map(np.float32, numbers))
+        options = Options(*map(_float32, numbers))
     for name, given, value in zip(Options._fields, numbers, options):
         if not np.isfinite(value):
             raise ValueError(f"{function}: {name} must be finite in float32; got {given}")
     if options.softcap < 0 or (numbers[1] > 0 and options.softcap < np.finfo(np.float32).tiny):
         raise ValueError(f"{function}: softcap must be 0 (off) or above 0 in float32; got {numbers[1]}")
     return options
+
+
+def _float32(number: float) -> np.float32:
+    try:
+        return np.float32(number)
+    except OverflowError:  # an int beyond float64
+        return np.float32(np.inf)
 
 
 def _window(function: str, causal: bool, window: Any) -> tuple[tuple[int, int], bool]:

@@ -38,13 +38,14 @@ class DecodePlan:
     mma: bool  # on tensor cores
     lanes: int  # that share a key; 0 on tensor cores
     workspace_bytes: int
+    device: _launch.DeviceInfo
     dims: DecodeDims = field(repr=False)
     layout: np.void = field(repr=False)  # DecodeLayout of decode.cuh, MmaLayout of decode_mma.cuh
 
 
 def most_splits(num_kv_heads: int) -> int:
     """How many splits a sequence can have: enough to fill a device, fewer where many kv heads do that already."""
-    return min(max(384 // num_kv_heads, 16), 128)
+    return min(max(384 // max(num_kv_heads, 1), 16), 128)
 
 
 def splits_within(max_tokens: int, num_kv_heads: int) -> int:
@@ -73,7 +74,7 @@ def plan_decode(dims: DecodeDims, device: _launch.DeviceInfo) -> DecodePlan:
         split = Launch(mma.kernel, mma.grid, (mma.threads, 1, 1), mma.shared_bytes)
         merge = mma.merge and Launch(mma.merge, mma.merge_grid, (mma.merge_threads, 1, 1))
         layout = _launch.by_value(*numbers, *mma.work)
-        plan = DecodePlan(split, merge, splits, True, 0, mma.workspace_bytes, dims, layout)
+        plan = DecodePlan(split, merge, splits, True, 0, mma.workspace_bytes, device, dims, layout)
         debug(1, plan)
         return plan
     widest = max(dims.head_dim, dims.head_dim_v)
@@ -92,7 +93,7 @@ def plan_decode(dims: DecodeDims, device: _launch.DeviceInfo) -> DecodePlan:
         merge = Launch(_kernel("merge", dims.dtype, dims.dtype, 1, 16), (dims.num_rows, 1, 1))
     plan = DecodePlan(
         Launch(_kernel("split", dims.dtype, dims.cache_dtype, vec, features), grid), merge, splits, False, lanes,
-        workspace_bytes(dims.num_rows, dims.head_dim_v, splits), dims,
+        workspace_bytes(dims.num_rows, dims.head_dim_v, splits), device, dims,
         _launch.by_value(*_layout(dims, most_splits(dims.num_kv_heads), splits, row_groups, lanes)),
     )  # fmt: skip
     debug(1, plan)

@@ -64,9 +64,9 @@ def tile(dims: DecodeDims, device: _launch.DeviceInfo, splits: int, most: int) -
         _kernel("_merge", dims.dtype, dims.cache_dtype, dim, tile_rows) if pieces > 1 else None,
         (x, dims.batch, pieces), (x, dims.batch, 1), 32 * _WARPS, items * 32, shared_bytes(dim, tile_rows, itemsize),
         row_groups, workspace_bytes(shares, splits, group, dim, itemsize) if pieces > 1 else 0,
-        (dims.num_kv_heads, row_groups, dims.batch, dims.seqlen_q == 1 and not special, dims.page_size % 16 == 0,
-         folded, full, dims.k[:2] == dims.v[:2], *_divider(dims.page_size), *_divider(most), *_divider(groups_of_query),
-         *strides),
+        (row_groups, dims.batch, dims.seqlen_q == 1 and not special, dims.page_size % 16 == 0, folded, full,
+         dims.k[:2] == dims.v[:2], *_divider(dims.num_kv_heads), *_divider(dims.page_size), *_divider(most),
+         *_divider(groups_of_query), *strides),
     )  # fmt: skip
 
 

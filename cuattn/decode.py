@@ -8,6 +8,7 @@ from typing import Any
 from cuattn import _check, _check_decode, _check_scale, _plan_decode, _plan_decode_mma, reference
 from cuattn._call import Call, rounded
 from cuattn._check_scale import Factors
+from cuattn._dims_decode import UNBOUNDED
 from cuattn._plan_decode import DecodePlan
 from cuattn.state import AttentionState
 
@@ -121,6 +122,7 @@ def decode(
     out = call.empty((*rows, dims.head_dim_v), dims.dtype) if out is None else call.arrays["out"]
     lse = call.empty(rows, _check.FLOAT32) if lse is None and return_state else call.arrays["lse"]
     if call.engine is None:
+        window = min(window[0], UNBOUNDED), min(window[1], UNBOUNDED)
         given = {"sm_scale": sm_scale, "causal": causal, "window": window, "softcap": softcap}
         given["rotary_interleaved"] = rotary_interleaved
         _by_definition(call, factors, given, out, lse)
@@ -208,6 +210,8 @@ def _fitting(plan: DecodePlan | None, call: Call, dims: Any) -> DecodePlan:
     elif plan.dims is not dims and vars(plan.dims) != vars(dims):
         differ = [name for name, value in vars(dims).items() if getattr(plan.dims, name) != value]
         raise ValueError(f"decode: plan must be for a call like this one; got one with other {', '.join(differ)}")
+    elif plan.device != call.info():
+        raise ValueError(f"decode: plan must be for a device like this one {call.info()}; got one for {plan.device}")
     workspace = call.specs["workspace"]
     if workspace is not None:
         _check_decode.workspace(call.function, workspace, plan.workspace_bytes // 4)

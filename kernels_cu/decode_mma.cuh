@@ -94,7 +94,7 @@ template <typename T, typename C, int DIM, int ROWS> struct DecodeTile {
         }
     };
 
-    // K of tokens g and g + 8, a chunk of every 64 bytes: x[half * 2 * HELD + chunk]. What a row doesn't have stays 0.
+    // K of tokens g and g + 8, a chunk of every 64 bytes: x[half * 2 * HELD + chunk]. What a row doesn't have is 0.
     __device__ __forceinline__ static void load_k(Lines& k, const Rows& rows, int64 own, int first_line,
                                                   const MmaLayout& layout) {
         const int lane = threadIdx.x % 32;
@@ -105,6 +105,8 @@ template <typename T, typename C, int DIM, int ROWS> struct DecodeTile {
             const int half = n / (2 * HELD), chunk = n % (2 * HELD);
             if (layout.work.full || ((first_line * 2 + chunk) * 4 + lane % 4) * CHUNK < int(layout.at.head_dim)) {
                 k.x[n] = load_once(row[half] + chunk * 64);
+            } else if (HELD < LINES) {
+                k.x[n] = uint4{0, 0, 0, 0};              // and not what another line left there
             }
         }
     }
@@ -230,14 +232,14 @@ template <typename T, typename C, int DIM, int ROWS> struct DecodeTile {
 #pragma unroll
             for (int n = 0; n < COLUMNS; ++n) {
                 float high[2] = {fmaxf(x[n][0], x[n][2]), fmaxf(x[n][1], x[n][3])};
-                if (__any_sync(ALL, high[0] > top[n][0] + SLACK || high[1] > top[n][1] + SLACK)) {
+                if (__any_sync(ALL, high[0] - top[n][0] > SLACK || high[1] - top[n][1] > SLACK)) {
 #pragma unroll
                     for (int c = 0; c < 2; ++c) {
 #pragma unroll
                         for (int other = 4; other < 32; other *= 2) {
                             high[c] = fmaxf(high[c], __shfl_xor_sync(ALL, high[c], other));
                         }
-                        const float highest = high[c] > top[n][c] + SLACK ? high[c] : top[n][c];   // a row's own affair
+                        const float highest = high[c] - top[n][c] > SLACK ? high[c] : top[n][c];   // a row's own affair
                         const float rescale = exp2_fast(top[n][c] - shift_of(highest));
                         top[n][c] = highest, sum[n][c] *= rescale;
 #pragma unroll
@@ -245,7 +247,7 @@ template <typename T, typename C, int DIM, int ROWS> struct DecodeTile {
                     }
                 }
 #pragma unroll
-                for (int e = 0; e < 4; ++e) x[n][e] = exp2_fast(x[n][e] - (shift_of(top[n][e % 2]) - RAISE));
+                for (int e = 0; e < 4; ++e) x[n][e] = exp2_fast((x[n][e] - shift_of(top[n][e % 2])) + RAISE);
                 sum[n][0] += x[n][0] + x[n][2], sum[n][1] += x[n][1] + x[n][3];
                 p[n][0] = transpose(pair_of(x[n][0], x[n][1], M()));
                 p[n][1] = transpose(pair_of(x[n][2], x[n][3], M()));

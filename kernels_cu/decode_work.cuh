@@ -26,11 +26,11 @@ struct Divider {
 };
 
 struct Work {
-    int64 kv_heads, row_groups, batch;
+    int64 row_groups, batch;
     int64 usual;                         // one query, no window, padding or batch index, and no new tokens
     int64 aligned, folded;               // whether page_size is a multiple of 16; splits of a piece: 1 or FOLD
     int64 full, alike;                   // whether rows of K and V fill their lines; whether K and V lie in pages alike
-    Divider page_size, most_splits, groups_of_query;
+    Divider kv_heads, page_size, most_splits, groups_of_query;
     PageBytes k, v;
 };
 
@@ -45,9 +45,9 @@ struct alignas(16) Piece {
 
     __device__ __forceinline__ Piece(int most_rows, const void* lengths, const void* batch_idx, const void* leftpad,
                                      const Work& work, const DecodeLayout& at) {
-        const int kv_heads = int(work.kv_heads), folded = int(work.folded);
-        b = blockIdx.y, g = blockIdx.x, row_group = 0;
-        for (; g >= kv_heads; g -= kv_heads) ++row_group;
+        const int folded = int(work.folded);
+        b = blockIdx.y, row_group = int(work.kv_heads.divide(blockIdx.x));
+        g = int(blockIdx.x) - row_group * int(work.kv_heads.d);
         query = int(work.groups_of_query.divide(row_group));
         const int before = (row_group - query * int(work.groups_of_query.d)) * most_rows;
         first_head = g * int(at.group) + before, rows = min(most_rows, int(at.group) - before);
@@ -89,7 +89,7 @@ struct alignas(16) Piece {
     // Whether this is all of the sequence, whose used.end may be FOLD + 1 for more.
     __device__ __forceinline__ bool alone(int folded) const { return used.end <= (used.first / folded + 1) * folded; }
     __device__ __forceinline__ int64 id(const Work& work) const {
-        return (int64(b) * work.row_groups + row_group) * work.kv_heads + g;
+        return (int64(b) * work.row_groups + row_group) * work.kv_heads.d + g;
     }
 };
 
@@ -113,7 +113,7 @@ struct Blend {
         for (int c = 0; c < 2; ++c) {
             const float smaller = exp2_fast(-fabsf(more.max[c] - so_far.max[c]));
             const bool grows = more.max[c] > so_far.max[c];
-            none[c] = more.max[c] == -INFINITY;
+            none[c] = more.max[c] == -INFINITY && more.sum[c] == 0.f;        // NaN has no maximum either
             mine[c] = grows ? smaller : 1.f, other[c] = grows ? 1.f : smaller;
             so_far.max[c] = grows ? more.max[c] : so_far.max[c];
             so_far.sum[c] = none[c] ? so_far.sum[c] : fmaf(more.sum[c], other[c], so_far.sum[c] * mine[c]);
@@ -155,7 +155,7 @@ struct Workspace {
 
 template <int ITEMS, int ROWS>
 __device__ __forceinline__ Workspace workspace_of(float* start, const Work& work, const DecodeLayout& at) {
-    return {reinterpret_cast<float4*>(start), work.batch * work.kv_heads * work.row_groups, at.splits, ITEMS, ROWS / 8,
+    return {reinterpret_cast<float4*>(start), work.batch * work.kv_heads.d * work.row_groups, at.splits, ITEMS, ROWS / 8,
             (int(min(at.group, int64(8))) + 1) / 2};
 }
 
@@ -166,7 +166,7 @@ __device__ __forceinline__ void store_row(const Partial& part, int c, float rais
                                           T* out, int d, float* lse) {
     const float top = part.weight.max[c], sum = part.weight.sum[c], scale = sum == 0.f ? 0.f : value_scale / sum;
     float x[2] = {c ? part.acc.y : part.acc.x, c ? part.acc.w : part.acc.z};
-    float l = sum == 0.f ? -INFINITY : (top - raise) * LN2 + logf(sum);
+    float l = sum == 0.f ? -INFINITY : top * LN2 + (logf(sum) - raise * LN2);
 #pragma unroll
     for (int e = 0; e < 2; ++e) x[e] = sum == 0.f ? 0.f : __fmul_rn(x[e], scale);
     if (sink != -INFINITY) {

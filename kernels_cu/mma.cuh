@@ -67,14 +67,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
 #endif
 }
 
-// The same number, of which the compiler knows nothing: what is computed from it stays where it stands in a loop.
-__device__ __forceinline__ unsigned opaque(unsigned x) {
-#ifndef CUEMU
-    asm volatile("" : "+r"(x));
-#endif
-    return x;
-}
-
 // Two numbers as one register, rounded to nearest.
 __device__ __forceinline__ unsigned pair_of(float low, float high, __half) {
     const __half2 two = __floats2half2_rn(low, high);

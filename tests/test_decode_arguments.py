@@ -74,6 +74,7 @@ REFUSED = [  # changed arguments, error, text
     ({"v_scale": np.array([1, 0], f32)}, ValueError, r"decode: v_scale must be above 0 and finite; got \[1. 0.\]"),
     ({"v_scale": 1j}, TypeError, "decode: v_scale must be a NumPy array or .* got complex"),
     ({"sm_scale": float("nan")}, ValueError, "decode: sm_scale must be finite in float32; got nan"),
+    ({"sm_scale": 10**400}, ValueError, "decode: sm_scale must be finite in float32; got 1000"),
     ({"sm_scale": "1"}, TypeError, "decode: sm_scale must be a number; got str"),
     ({"softcap": -1.0}, ValueError, r"decode: softcap must be 0 \(off\) or above 0 in float32; got -1.0"),
     ({"window": (-2, 0)}, ValueError, r"decode: window must be \(left, right\), each -1 \(unbounded\) or more; got \(-2, 0\)"),
@@ -225,6 +226,19 @@ def test_workspaces_and_plans_that_do_not_fit_are_refused(kernels):
     other = moved(kernels, DecodeCase((700,), 1, (4, 2), (64, 64), new=1).arrays())
     with pytest.raises(ValueError, match="decode: plan must be for a call like this one; got one with other new"):
         decode(**other, plan=plan)
+
+
+def test_a_plan_is_for_one_kind_of_device(kernels):
+    given = moved(kernels, DecodeCase((40,), 1, (4, 2), (64, 64)).arrays())
+    plan = replace(plan_decode(**given), device=_launch.DeviceInfo((7, 5), 40))
+    with pytest.raises(ValueError, match=r"decode: plan must be for a device like this one .* got one for DeviceInfo\(capability=\(7, 5\)"):
+        decode(**given, plan=plan)
+
+
+def test_sizes_that_no_int64_holds_and_no_heads():
+    given = CASE.arrays()
+    assert_same_bits(decode(**given, window=(2**70, 0)), decode(**given))
+    assert decode_workspace_size(1, 1, 0, 0, 64, 700) == 0
 
 
 def test_host_arrays_have_no_plan():

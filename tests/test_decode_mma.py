@@ -1,0 +1,124 @@
+"""What only the tensor-core variant of decode could get wrong: pieces, tiles that are partly filled, weights in 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cuattn import _plan_decode, _plan_decode_mma, reference
+from cuattn.decode import decode, plan_decode
+from cuattn.testing import assert_same_bits, assert_state
+from tests.backends import moved
+from tests.decode_cases import FLOAT8, DecodeCase, decode_bounds
+
+LONG = DecodeCase((2600, 5, 0, 1100, 256), 1, (8, 2), (128, 128), dtype="bfloat16")
+
+
+def run(backend, given: dict):
+    return decode(**moved(backend, given), return_state=True)
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    """Chooses how many splits make a piece: 1 or FOLD."""
+
+    def choose(folded: int) -> None:
+        monkeypatch.setattr(_plan_decode_mma, "FOLD_FROM", 2**40 if folded == 1 else 0)
+        _plan_decode.plan_decode.cache_clear()
+
+    yield choose
+    _plan_decode.plan_decode.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [LONG, replace(LONG, head_dims=(64, 48), page_size=17, dtype="float16", float8=True), replace(LONG, control=2, heads=(6, 2))],
+    ids=["whole pages", "odd pages", "window"],
+)
+def test_the_size_of_a_piece_changes_no_bit(kernels, pieces, case):
+    given, states = case.arrays(), []
+    for folded in (1, _plan_decode_mma.FOLD):
+        pieces(folded)
+        assert plan_decode(**{n: x for n, x in moved(kernels, given).items() if n not in ("sm_scale", "softcap")}).mma
+        states.append(run(kernels, given))
+    expected = reference.decode(**given)
+    assert_state(states[0], expected, decode_bounds(given, expected, case.dtype), dtype=case.dtype, case=case)
+    assert_same_bits(states[0].out, states[1].out)
+    assert_same_bits(states[0].lse, states[1].lse)
+
+
+def test_a_row_group_knows_nothing_of_its_neighbours(kernels):
+    """Heads of one kv head share tiles; whether the largest score of one grows must not touch another's bits."""
+    given = replace(LONG, heads=(8, 1), dtype="float16").arrays()
+    whole = run(kernels, given)
+    some = run(kernels, given | {"q": given["q"][:, :, 3:5]})
+    assert_same_bits(whole.out[:, :, 3:5], some.out)
+    assert_same_bits(whole.lse[:, :, 3:5], some.lse)
+
+
+@pytest.mark.parametrize(("dtype", "float8"), [("float16", False), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    ("sm_scale", "size"),
+    [(np.log(2), 2.0**24), (np.log(2), 2.0**25), (np.log(2), 2.0**26), (1.0, 1.0e8), (1.0, 1.1e8), (1.0, 1.2e8), (1.0, -1.2e8)],
+)
+def test_the_mean_of_equal_values_is_that_value_for_any_finite_scores(backend, dtype, float8, sm_scale, size):
+    """Base-2 scores of a size at which float32 counts in ones to sixteens, later ones 8 larger: weights stay within half."""
+    given = DecodeCase((90,), 1, (4, 2), (64, 64), dtype=dtype, float8=float8).arrays()
+    first, large = given["block_table"][0, 0], 256.0 if float8 else 4096.0
+    for side in ("k_pages", "v_pages", "q"):
+        given[side][...] = np.zeros((), given[side].dtype)
+    given["k_pages"][..., 0], given["k_pages"][..., 1] = large, 8.0
+    given["k_pages"][first, ..., 1] = 0.0
+    given["v_pages"][...] = 1.75
+    given["q"][..., 0], given["q"][..., 1] = size / large, 1.0
+    given |= {"sm_scale": float(sm_scale)} | ({"k_scale": 1.0, "v_scale": 1.0} if float8 else {})
+    out = backend.host(run(backend, given).out).astype(np.float64)
+    np.testing.assert_allclose(out, 1.75, rtol=2.0**-7, atol=0)  # the weights and the result, rounded to bfloat16
+
+
+@pytest.mark.parametrize("folded", [1, _plan_decode_mma.FOLD])
+def test_nan_that_is_seen_shows(kernels, pieces, folded):
+    """A quarter of a split whose scores are all NaN has no largest one, and yet it is not empty."""
+    pieces(folded)
+    given = DecodeCase((1100, 40), 1, (4, 2), (64, 64)).arrays()
+    for page in given["block_table"][0, :4]:
+        given["k_pages"][page, :, 0] = np.nan
+    given["q"][1, 0, 3, 5] = np.nan
+    expected, state = reference.decode(**given), run(kernels, given)
+    assert np.isnan(expected[1]).sum() == 3
+    np.testing.assert_array_equal(np.isnan(kernels.host(state.lse)), np.isnan(expected[1]))
+    np.testing.assert_array_equal(np.isnan(kernels.host(state.out)), np.isnan(expected[0]))
+
+
+@pytest.mark.parametrize(("heads", "head_dims"), [((4, 2), (144, 256)), ((12, 1), (80, 128))])
+def test_what_a_row_lacks_of_its_last_line_is_no_other_line(backend, heads, head_dims):
+    """The queries are 0 there, and 0 times an infinite feature of another line would be NaN."""
+    given = DecodeCase((40,), 1, heads, head_dims, dtype="float16").arrays()
+    given["q"][..., 40] = 1
+    page = given["block_table"][0, 0]
+    given["k_pages"][page, 3, :, 40] = -np.inf
+    expected = reference.decode(**given)
+    assert np.isfinite(expected[0]).all()
+    finite = {**given, "k_pages": np.where(np.isinf(given["k_pages"]), 0, given["k_pages"]).astype(np.float16)}
+    bounds = decode_bounds(finite, expected, "float16")
+    assert_state(run(backend, given), expected, bounds, dtype="float16")
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (16, 48), (128, 128)])
+@pytest.mark.parametrize("float8", [False, True])
+def test_nothing_is_read_behind_the_pages(backend, head_dims, float8):
+    """NaN lies around the pages; rows of 64 bytes fill half a line."""
+    given = DecodeCase((32,), 1, (2, 1), head_dims, 16, "bfloat16", float8).arrays()
+    ids = given["block_table"][0, :2].copy()
+    for side in ("k_pages", "v_pages"):
+        pages = given[side][ids]
+        around = np.full(pages.size + 2048, np.nan, pages.dtype)
+        given[side] = around[1024:][: pages.size].reshape(pages.shape)
+        given[side][...] = pages
+    given["block_table"][0, :2] = [0, 1]
+    expected = reference.decode(**given)
+    state = run(backend, given)
+    assert_state(state, expected, decode_bounds(given, expected, "bfloat16"), dtype="bfloat16")
+    assert not float8 or given["k_pages"].dtype == FLOAT8
