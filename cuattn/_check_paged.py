@@ -111,7 +111,7 @@ def _gather(call: Call, dtype: np.dtype | None, scaled: bool) -> PagedDims:
     _check.dtype(where + "dtype", wanted, CACHE_DTYPES if widened else [pages[0].dtype])
     if scaled and not widened:
         rule = "k_scale and v_scale need float8_e4m3fn pages gathered as float16, bfloat16 or float32"
-        raise ValueError(f"{where}{rule}; got {pages[0].dtype} as {dtype}")
+        raise ValueError(f"{where}{rule} (dtype=); got {pages[0].dtype} as {dtype}")
     _check.axes(where + "slot_mapping", slots, _TOKEN[:1])  # before its length is used
     tokens = tuple(
         _check.fresh((slots.shape[0], *array.shape[2:]), dtype) if own is None else own

@@ -105,4 +105,6 @@ class Batches(Swaps):
         )
 
     def _batch(self, method: str, seq_ids: Sequence[Hashable]) -> list[Record]:
+        if isinstance(seq_ids, (str, bytes)):
+            raise TypeError(f"PagedKVCache.{method}: seq_ids must be a sequence of ids; got {seq_ids!r}, which is one")
         return [self._resident(method, seq_id) for seq_id in seq_ids]

@@ -78,8 +78,12 @@ class Storage:
                 stream = current
             else:
                 stream.wait_event(current.record(self._event()))
-            swap_pages(*move, to_host=to_host, stream=stream)
-            return stream.record(self._event())
+            try:
+                swap_pages(*move, to_host=to_host, stream=stream)
+                return stream.record(self._event())
+            except BaseException:
+                stream.synchronize()  # the pages are about to be given back: no copy may be on its way to them
+                raise
 
     def wait(self, event: Any) -> None:
         """Let what is queued on the current stream from now on run after an event; the host goes on."""

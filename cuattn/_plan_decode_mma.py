@@ -48,8 +48,9 @@ def tile(dims: DecodeDims, device: _launch.DeviceInfo, splits: int, most: int) -
     tile_rows = 16 if group > 8 and (dim, 16, itemsize) in _BLOCKS else 8
     groups_of_query = -(-group // tile_rows)
     row_groups = dims.seqlen_q * groups_of_query
-    shares = dims.batch * dims.num_kv_heads * row_groups
-    if dims.batch >= 2**16 or dims.num_pages >= 2**31 or shares * splits >= 2**30 or dims.max_tokens > 2**29:
+    of_sequence = dims.num_kv_heads * row_groups
+    shares = dims.batch * of_sequence
+    if dims.num_pages >= 2**31 or dims.max_tokens > 2**29:
         return None
     # A table that could hold many splits for each block: then a block takes FOLD of them.
     folded = FOLD if shares * splits > FOLD_FROM * device.num_sms * _BLOCKS[dim, tile_rows, itemsize] else 1
@@ -57,16 +58,15 @@ def tile(dims: DecodeDims, device: _launch.DeviceInfo, splits: int, most: int) -
     items = tile_rows // 8 * steps(dim, itemsize)
     special = dims.leftpad.bytes or dims.batch_idx.bytes or dims.num_new or dims.window[0] != UNBOUNDED
     full = dims.head_dim == dims.head_dim_v == dim >= 128 // itemsize
+    divisors = of_sequence, dims.num_kv_heads, dims.page_size, most, groups_of_query
     strides = (n * itemsize for n in (*dims.k[:2], *dims.v[:2]))
-    x = dims.num_kv_heads * row_groups
     return Tile(
         _kernel("", dims.dtype, dims.cache_dtype, dim, tile_rows),
         _kernel("_merge", dims.dtype, dims.cache_dtype, dim, tile_rows) if pieces > 1 else None,
-        (x, dims.batch, pieces), (x, dims.batch, 1), 32 * _WARPS, items * 32, shared_bytes(dim, tile_rows, itemsize),
+        (shares, pieces, 1), (shares, 1, 1), 32 * _WARPS, items * 32, shared_bytes(dim, tile_rows, itemsize),
         row_groups, workspace_bytes(shares, splits, group, dim, itemsize) if pieces > 1 else 0,
-        (row_groups, dims.batch, dims.seqlen_q == 1 and not special, dims.page_size % 16 == 0, folded, full,
-         dims.k[:2] == dims.v[:2], *_divider(dims.num_kv_heads), *_divider(dims.page_size), *_divider(most),
-         *_divider(groups_of_query), *strides),
+        (dims.batch, dims.seqlen_q == 1 and not special, dims.page_size % 16 == 0, folded, full,
+         dims.k[:2] == dims.v[:2], *(n for d in divisors for n in _divider(d)), *strides),
     )  # fmt: skip
 
 

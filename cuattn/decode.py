@@ -92,10 +92,11 @@ def decode(
     ------
     TypeError, ValueError
         If dtypes, shapes, strides, devices or options don't fit, or arrays overlap; nothing is written then. Page ids,
-        lengths and batch indices out of range are refused only under ``checking("values")``; otherwise such a page has
-        no keys and takes none, and neither has a sequence whose length is negative or whose batch index is wrong. New
-        tokens beyond the row of the table or beyond the rows of rotary_cos are left out, and longer sequences are cut.
-        A query beyond the rows of rotary_cos is not rotated. A place that two new tokens have holds either.
+        lengths and batch indices out of range are always refused for NumPy arrays, and on a device only under
+        ``checking("values")``; otherwise such a page has no keys and takes none, and neither has a sequence whose
+        length is negative or whose batch index is wrong. New tokens beyond the row of the table or beyond the rows of
+        rotary_cos are left out, and longer sequences are cut. A query beyond the rows of rotary_cos is not rotated. A
+        place that two new tokens have holds either.
 
     See Also
     --------

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cuattn import _paged_check, _paged_index
+from cuattn._check import FLOAT8
 from cuattn._page_pool import OutOfPages, PageEvent
 from cuattn._paged_batch import Batches
 from cuattn._paged_record import Pairs, UnknownSequence, count, locked
@@ -40,7 +41,7 @@ class PagedKVCache(Batches):
     xp : module
         numpy, or cupy for pages on the current device.
     k_scale, v_scale : array, broadcastable to (num_layers, num_kv_heads), optional
-        What stored keys and values are to be multiplied by. They belong to the cache for its whole life, so
+        For float8: what stored keys and values are to be multiplied by. They belong to the cache for its whole life, so
         they are right for every page, however it was shared, copied or swapped.
     num_host_pages : int
         Slots of the pool on the host that `swap_out` moves pages to; pinned memory if the pages are on a device.
@@ -110,6 +111,8 @@ class PagedKVCache(Batches):
     ) -> None:
         rows = (num_pages, page_size, num_kv_heads)
         dims = (head_dim, head_dim if head_dim_v is None else head_dim_v)
+        if (k_scale is not None or v_scale is not None) and np.dtype(dtype) != FLOAT8:
+            raise ValueError(f"PagedKVCache: k_scale and v_scale need dtype float8_e4m3fn; got {np.dtype(dtype)}")
         storage = Storage(rows, dims, num_layers, num_host_pages, dtype, xp, poison)
         super().__init__(storage, num_pages, page_size, num_host_pages, max_events)
         self.k_pages, self.v_pages = storage.k_pages, storage.v_pages
@@ -150,7 +153,7 @@ class PagedKVCache(Batches):
         -------
         dict
             k_pages, v_pages (num_pages, page_size, num_kv_heads, head_dim or head_dim_v), and k_scale, v_scale
-            (num_kv_heads,) float32 or None.
+            (num_kv_heads,) float32 or None. To `gather_kv` a float8 cache with scales, give it a dtype or k and v too.
         """
         number = count("PagedKVCache.layer: number", number, 0, len(self.k_pages) - 1)
         k_scale, v_scale = (None if scale is None else scale[number] for scale in (self._k_scale, self._v_scale))

@@ -26,16 +26,16 @@ struct Divider {
 };
 
 struct Work {
-    int64 row_groups, batch;
+    int64 batch;
     int64 usual;                         // one query, no window, padding or batch index, and no new tokens
     int64 aligned, folded;               // whether page_size is a multiple of 16; splits of a piece: 1 or FOLD
     int64 full, alike;                   // whether rows of K and V fill their lines; whether K and V lie in pages alike
-    Divider kv_heads, page_size, most_splits, groups_of_query;
+    Divider shares, kv_heads, page_size, most_splits, groups_of_query;   // shares: of a sequence
     PageBytes k, v;
 };
 
 // A piece: which splits of which sequence, and ROWS heads of one query at most, so that all its rows see the same keys.
-// blockIdx.x is the kv head, and again for each row group; blockIdx.y the sequence; blockIdx.z the number of the piece.
+// blockIdx.x counts kv heads, then row groups, then sequences; blockIdx.y is the number of the piece.
 struct alignas(16) Piece {
     Sequence own;
     int b, g, row_group, size;           // size: tokens of a split
@@ -46,8 +46,9 @@ struct alignas(16) Piece {
     __device__ __forceinline__ Piece(int most_rows, const void* lengths, const void* batch_idx, const void* leftpad,
                                      const Work& work, const DecodeLayout& at) {
         const int folded = int(work.folded);
-        b = blockIdx.y, row_group = int(work.kv_heads.divide(blockIdx.x));
-        g = int(blockIdx.x) - row_group * int(work.kv_heads.d);
+        b = int(work.shares.divide(blockIdx.x));
+        const int share = int(blockIdx.x) - b * int(work.shares.d);
+        row_group = int(work.kv_heads.divide(share)), g = share - row_group * int(work.kv_heads.d);
         query = int(work.groups_of_query.divide(row_group));
         const int before = (row_group - query * int(work.groups_of_query.d)) * most_rows;
         first_head = g * int(at.group) + before, rows = min(most_rows, int(at.group) - before);
@@ -56,7 +57,7 @@ struct alignas(16) Piece {
             own = {b, length, length, 0};
             size_of(length, work);
             used = {0, splits_of(length)};
-            mine = {int(blockIdx.z) * folded, 0};
+            mine = {int(blockIdx.y) * folded, 0};
             mine.end = mine.first + min(splits_of(length - mine.first * size), folded);
             keys = {min(mine.first * size, length), min(mine.end * size, length)};
             return;
@@ -66,7 +67,7 @@ struct alignas(16) Piece {
         used = {0, max(int(unsigned(own.length + size - 1) / unsigned(size)), 1)};
         const int seen = int(min(max(own.length - at.seqlen_q - at.window_left, int64(own.first)), int64(own.past)));
         if (seen >= size) used.first = min(int(unsigned(seen) / unsigned(size)), used.end - 1);
-        const int number = used.first / folded + int(blockIdx.z);
+        const int number = used.first / folded + int(blockIdx.y);
         mine = {max(number * folded, used.first), min((number + 1) * folded, used.end)};
         keys = keys_within(int64(mine.first) * size, int64(mine.end) * size, own, query, query, at);
     }
@@ -84,12 +85,12 @@ struct alignas(16) Piece {
     }
     // Piece 0 always does: it writes the result of a sequence without keys.
     __device__ __forceinline__ bool exists(const Work& work) const {
-        return work.usual ? blockIdx.z == 0 || mine.first * size < own.length : mine.first < mine.end;
+        return work.usual ? blockIdx.y == 0 || mine.first * size < own.length : mine.first < mine.end;
     }
     // Whether this is all of the sequence, whose used.end may be FOLD + 1 for more.
     __device__ __forceinline__ bool alone(int folded) const { return used.end <= (used.first / folded + 1) * folded; }
     __device__ __forceinline__ int64 id(const Work& work) const {
-        return (int64(b) * work.row_groups + row_group) * work.kv_heads.d + g;
+        return int64(b) * work.shares.d + row_group * int(work.kv_heads.d) + g;
     }
 };
 
@@ -155,7 +156,7 @@ struct Workspace {
 
 template <int ITEMS, int ROWS>
 __device__ __forceinline__ Workspace workspace_of(float* start, const Work& work, const DecodeLayout& at) {
-    return {reinterpret_cast<float4*>(start), work.batch * work.kv_heads.d * work.row_groups, at.splits, ITEMS, ROWS / 8,
+    return {reinterpret_cast<float4*>(start), work.batch * work.shares.d, at.splits, ITEMS, ROWS / 8,
             (int(min(at.group, int64(8))) + 1) / 2};
 }
 

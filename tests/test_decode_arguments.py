@@ -281,7 +281,7 @@ def test_plans_choose_compiled_kernels_and_cover_everything():
                 assert plan.merge is None and plan.workspace_bytes == 0 and plan.split.kernel in compiled
                 assert plan.mma == (dtype == "float16" and widths == (48, 48) and layout != "odd offset")
                 if plan.mma:
-                    assert tile["DIM"] == 64 and plan.split.grid == (2 * n, 2, 1)
+                    assert tile["DIM"] == 64 and plan.split.grid == (2 * n * 2, 1, 1)
                     continue
                 assert plan.lanes in (1, 2, 4, 8, 16, 32) and plan.lanes * tile["FEATURES"] >= max(widths)
                 assert plan.split.grid[1] * (4 if tile["FEATURES"] == 8 else 2) >= 6 * n

@@ -53,6 +53,7 @@ REFUSALS = [
     ),
     (lambda c: c.block_table([0], width=1), ValueError, "block_table: width must be at least 2; got 1"),
     (lambda c: c.block_table([0, 5]), UnknownSequence, "block_table: seq_id must be a known sequence; got 5"),
+    (lambda c: c.block_table("ab"), TypeError, "block_table: seq_ids must be a sequence of ids; got 'ab', which is one"),
     (lambda c: c.slot_mapping([0], 7), ValueError, r"slot_mapping: num_new\[0\] must be 0 to 6; got 7"),
     (
         lambda c: c.slot_mapping([0], [1, 2]),
@@ -97,11 +98,11 @@ def test_refusals_change_nothing(call, error, message):
         ({"num_host_pages": -1}, ValueError, "PagedKVCache: num_host_pages must be 0 to"),
         ({"max_events": -1}, ValueError, "PagedKVCache: max_events must be 0 to"),
         (
-            {"k_scale": [1, 2, 3]},
+            {"k_scale": [1, 2, 3], "dtype": "float8_e4m3fn"},
             ValueError,
             r"k_scale must be broadcastable to \(num_layers, num_kv_heads\) \(1, 2\); got",
         ),
-        ({"v_scale": 0.0}, ValueError, "PagedKVCache: v_scale must be finite and above 0; got 0.0"),
+        ({"v_scale": 0.0, "dtype": "float8_e4m3fn"}, ValueError, "PagedKVCache: v_scale must be finite and above 0; got 0.0"),
     ],
 )
 def test_caches_that_can_not_be(change, error, message):

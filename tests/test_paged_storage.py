@@ -77,3 +77,8 @@ def test_a_layer_is_what_operations_need_of_it():
     assert layer["k_scale"].tolist() == [3.0, 4.0]
     unchanged(cache, ValueError, lambda: cache.layer(2), "layer: number must be 0 to 1; got 2")
     unchanged(cache, ValueError, lambda: cache.layer(-1), "layer: number must be 0 to 1; got -1")
+
+
+def test_scales_are_for_float8():
+    with pytest.raises(ValueError, match="PagedKVCache: k_scale and v_scale need dtype float8_e4m3fn; got float16"):
+        PagedKVCache(4, 2, 2, 8, dtype=np.float16, v_scale=2.0)

@@ -111,6 +111,8 @@ def advance(cache_seqlens: Any, rows: Any, num_new: Any) -> None:
         As `update_block_table`.
     """
     one = isinstance(num_new, (int, np.integer))
+    if one and not -(2**63) <= int(num_new) < 2**63:
+        raise ValueError(f"numba.advance: num_new must be an int64; got {num_new}")
     arrays = {"cache_seqlens": cache_seqlens, "rows": rows} | ({} if one else {"num_new": num_new})
     call = _run.indices("numba.advance", arrays)
     count = _run.same_length(call, *list(arrays)[1:])

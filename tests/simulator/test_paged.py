@@ -277,6 +277,7 @@ LENGTHS = np.zeros(2, np.int32)
          "numba.update_block_table: block_table must be apart from rows; got arrays that overlap"),
         (lambda: advance(LENGTHS, ONE, ONE[:0]), ValueError,
          r"numba.advance: num_new.shape must equal rows.shape \(1,\); got \(0,\)"),
+        (lambda: advance(LENGTHS, ONE, 2**63), ValueError, "numba.advance: num_new must be an int64; got 9223372036854775808"),
         (lambda: advance(LENGTHS, ONE.repeat(2), 1), ValueError,
          "numba.advance: rows must name each at most once; got 0 2 times"),
         (lambda: advance(np.zeros(9, np.uint8)[1:].view(np.int32), ONE, 1), ValueError,
