@@ -67,10 +67,10 @@ def plan_decode(dims: DecodeDims, device: _launch.DeviceInfo) -> DecodePlan:
     ValueError
         If the grid would exceed what a device can start.
     """
-    splits = splits_within(dims.max_tokens, dims.num_kv_heads)
-    mma = _plan_decode_mma.tile(dims, device, splits, most_splits(dims.num_kv_heads))
+    splits, most = splits_within(dims.max_tokens, dims.num_kv_heads), most_splits(dims.num_kv_heads)
+    mma = _plan_decode_mma.tile(dims, device, splits, most)
     if mma is not None:
-        numbers = _layout(dims, most_splits(dims.num_kv_heads), splits, mma.row_groups, 0)
+        numbers = _layout(dims, most, splits, mma.row_groups, 0)
         split = Launch(mma.kernel, mma.grid, (mma.threads, 1, 1), mma.shared_bytes)
         merge = mma.merge and Launch(mma.merge, mma.merge_grid, (mma.merge_threads, 1, 1))
         layout = _launch.by_value(*numbers, *mma.work)
@@ -94,7 +94,7 @@ def plan_decode(dims: DecodeDims, device: _launch.DeviceInfo) -> DecodePlan:
     plan = DecodePlan(
         Launch(_kernel("split", dims.dtype, dims.cache_dtype, vec, features), grid), merge, splits, False, lanes,
         workspace_bytes(dims.num_rows, dims.head_dim_v, splits), device, dims,
-        _launch.by_value(*_layout(dims, most_splits(dims.num_kv_heads), splits, row_groups, lanes)),
+        _launch.by_value(*_layout(dims, most, splits, row_groups, lanes)),
     )  # fmt: skip
     debug(1, plan)
     return plan

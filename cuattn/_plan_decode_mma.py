@@ -45,7 +45,7 @@ def tile(dims: DecodeDims, device: _launch.DeviceInfo, splits: int, most: int) -
     if device.capability < (8, 0) or dims.dtype == _check.FLOAT32 or not fits or not dims.num_rows:
         return None
     dim = next(d for d in _DIMS if widest <= d)
-    tile_rows = 16 if group > 8 and (dim, 16, itemsize) in _BLOCKS else 8
+    tile_rows = _tile_rows(dim, group, itemsize)
     groups_of_query = -(-group // tile_rows)
     row_groups = dims.seqlen_q * groups_of_query
     of_sequence = dims.num_kv_heads * row_groups
@@ -70,6 +70,11 @@ def tile(dims: DecodeDims, device: _launch.DeviceInfo, splits: int, most: int) -
     )  # fmt: skip
 
 
+def _tile_rows(dim: int, group: int, itemsize: int) -> int:
+    """ROWS of decode_mma.cu: 16 for more than 8 heads of a kv head, where registers hold them."""
+    return 16 if group > 8 and (dim, 16, itemsize) in _BLOCKS else 8
+
+
 def steps(dim: int, itemsize: int) -> int:
     """Tiles of 16 features: rows are read in lines of 128 bytes."""
     return max(dim * itemsize // 128, 1) * 8 // itemsize
@@ -77,7 +82,7 @@ def steps(dim: int, itemsize: int) -> int:
 
 def workspace_bytes(shares: int, splits: int, group: int, dim: int, itemsize: int) -> int:
     """Workspace of decode_work.cuh; `shares`: row groups of all kv heads and sequences."""
-    columns, pairs = (2 if group > 8 and (dim, 16, itemsize) in _BLOCKS else 1), -(-min(group, 8) // 2)
+    columns, pairs = _tile_rows(dim, group, itemsize) // 8, -(-min(group, 8) // 2)
     return shares * splits * columns * pairs * (steps(dim, itemsize) * 8 + 1) * 16
 
 
