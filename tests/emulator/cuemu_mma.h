@@ -188,7 +188,7 @@ static void cp_async_wait_group() {
     size_t done = 0;
     for (; done < queue.copies.size() && queue.copies[done].group + newest < queue.groups; ++done) {
         const PendingCopy& copy = queue.copies[done];
-        memcpy(copy.destination, copy.source, copy.source_bytes);
+        if (copy.source_bytes) memcpy(copy.destination, copy.source, copy.source_bytes);
         memset(copy.destination + copy.source_bytes, 0, copy.bytes - copy.source_bytes);
     }
     queue.copies.erase(queue.copies.begin(), queue.copies.begin() + done);
