@@ -19,6 +19,8 @@ _SHARED, _QUERY_PAD, _TICKETS = 1056, 8, 6 * 16  # bytes of a block; elements be
 _MOST_STAGES = 6
 _SET, _BATCH, _RECEIVED, _GROUPS = 2, 8, 1088, 8  # of a merge: items of a warp; pieces at once; bytes of one; groups
 _MOST_WARPS = 2048  # of a grid, so that `most_workspace_bytes` holds for any device
+# What createpolicy gives on sm_90 and newer: lines of L2 like any other, that go first, that go last.
+_POLICIES = 0x16F0 << 48, 0, 0x12F0 << 48, 0, 0x14F0 << 48, 0  # words, and the nothing of L2Policy in mma.cuh
 _FEW = 8  # warps of a multiprocessor that merge: fewer than that work together
 _LONG = 256  # leaves: longer sequences have a merge of their own
 # Blocks of four warps on a multiprocessor by DIM, ROWS and the bytes of an element, as many as registers allow.
@@ -81,7 +83,7 @@ def tile(dims: DecodeDims, device: _launch.DeviceInfo) -> Tile | None:
     return Tile(
         Launch(kernel, (grid, 1, 1), (32 * warps, 1, 1), shared), Launch(merge, *merge_shape) if several else None,
         num_leaves, row_groups, workspace_bytes(shares, slots, dims.batch, group, dim, rows) if several else 0,
-        (dims.batch, -(-dims.batch // (32 * warps)), teams, slots, groups, stages, dims.page_size % _TILE == 0, full, alone,
+        (dims.batch, -(-dims.batch // (32 * warps)), teams, slots, groups, stages, dims.page_size % _TILE == 0, full, alone, *_POLICIES,
          *(n for d in divisors for n in _divider(d)), *strides),
     )  # fmt: skip
 

@@ -79,7 +79,7 @@ cuattn_decode_merge_mma(float* workspace, const float* sinks, const float* v_sca
         const int64 slot = there ? own.slot(p, b) : -1;
         __syncwarp();
         float4* const to = &received[lane / 4].max_and_sum[lane % 4];
-        if (there) copy_async(to, max_and_sum + slot * max_and_sum_step, L2Policy::usual());
+        if (there) copy_async(to, max_and_sum + slot * max_and_sum_step);
         else *to = Weight::empty().packed();
 #pragma unroll
         for (int u = 0; u < BATCH; ++u) {
@@ -87,7 +87,7 @@ cuattn_decode_merge_mma(float* workspace, const float* sinks, const float* v_sca
             const float4* const from = acc + of_piece * acc_step;
 #pragma unroll
             for (int i = 0; i < SET; ++i) {
-                if (of_piece >= 0) copy_async(&received[u].acc[i][lane], from + i * 8 * partials.pairs, L2Policy::usual());
+                if (of_piece >= 0) copy_async(&received[u].acc[i][lane], from + i * 8 * partials.pairs);
                 else received[u].acc[i][lane] = {0.f, 0.f, 0.f, 0.f};
             }
         }

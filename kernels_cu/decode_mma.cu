@@ -157,7 +157,7 @@ cuattn_decode_mma(const T* q, C* k_pages, C* v_pages, const void* block_table, c
     const float score_factor = ScoreRule(sm_scale, in.k_scales.of(my.g), softcap).factor;
     const int stages = int(work.stages);
     // Of a short call K and V may still be in L2 the next time.
-    const L2Policy reading = usual < 8 * TILE ? L2Policy::usual() : L2Policy::first_out();
+    const L2Policy reading = usual < 8 * TILE ? work.usual : work.first_out;
     Stream leaf, split, group;
     bool first_leaf = true, first_split = true;
     leaf.clear();
@@ -242,12 +242,12 @@ cuattn_decode_mma(const T* q, C* k_pages, C* v_pages, const void* block_table, c
                 const Partial part{{o[0], o[1], o[2], o[3]}, done.weight[n]};
                 const int item = n * STEPS + step;
                 if (here.slot < 0) finish(part, here.b, my, item, lane);
-                else if (t < partials.pairs) store(partials.acc(here.slot, share, item, lane), part.acc, L2Policy::last_out());
+                else if (t < partials.pairs) store(partials.acc(here.slot, share, item, lane), part.acc, work.last_out);
 #pragma unroll
                 for (int i = 0; i < 4 * STEPS - 4; ++i) done.o[n][i / 4][i % 4] = done.o[n][i / 4 + 1][i % 4];
             }
             if (here.slot >= 0 && lane < partials.pairs) {
-                store(partials.max_and_sum(here.slot, share, n, lane), done.weight[n].packed(), L2Policy::last_out());
+                store(partials.max_and_sum(here.slot, share, n, lane), done.weight[n].packed(), work.last_out);
             }
         }
     }

@@ -110,8 +110,8 @@ template <typename T, typename C, int DIM, int ROWS, bool PLAIN> struct DecodeTi
 #pragma unroll
             for (int n = 0; n < TILE; n += TOKENS, from_k += k_step, from_v += v_step) {
                 char* const to = tile + (mine ^ turn(n) * 16) + n * ROW_BYTES;
-                copy_async(to, from_k, policy);
-                copy_async(to + TILE * ROW_BYTES, from_v, policy);
+                copy_async(to, from_k, k.bytes, policy);
+                copy_async(to + TILE * ROW_BYTES, from_v, v.bytes, policy);
             }
             return;
         }

@@ -34,6 +34,7 @@ struct Work {
     int64 stages;                        // tiles of a warp in shared memory
     int64 aligned, full;                 // whether page_size is a multiple of TILE; whether rows fill those of a tile
     int64 merge_alone;                   // blockIdx.y from there on: all warps of a block of the merge for one set of items
+    L2Policy usual, first_out, last_out; // lines of L2 like any other, that go first, that go last
     Divider shares, kv_heads, page_size, groups_of_query;            // shares: of a sequence
     PageBytes k, v;
 };

@@ -4,7 +4,7 @@
 //   A (16 x 16)   a0: row g, columns 2t, 2t+1   a1: row g + 8, the same   a2, a3: columns 2t + 8, 2t + 9
 //   B (16 x 8)    b0: rows 2t, 2t+1, column g   b1: rows 2t + 8, 2t + 9
 //   C (16 x 8)    float c0, c1: row g, columns 2t, 2t+1   c2, c3: row g + 8
-// Source: PTX ISA, "Matrix Fragments for mma.m16n8k16", "movmatrix", "ldmatrix", "cp.async", "createpolicy". The CPU emulator has bodies of its own.
+// Source: PTX ISA, "Matrix Fragments for mma.m16n8k16", "movmatrix", "ldmatrix", "cp.async". The CPU emulator has bodies of its own.
 #pragma once
 #include "platform.cuh"
 
@@ -71,48 +71,30 @@ __device__ __forceinline__ void load_transposed(unsigned (&x)[4], const void* ro
 #endif
 }
 
-// What L2 shall do with lines: let them go first, keep them longest, or treat them like any other.
-struct L2Policy {
-    unsigned long long word;
-
-#ifdef CUEMU
-    __device__ static L2Policy first_out() { return {0}; }
-    __device__ static L2Policy last_out() { return {0}; }
-    __device__ static L2Policy usual() { return {0}; }
-#else
-    __device__ __forceinline__ static L2Policy first_out() {
-        L2Policy p;
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p.word));
-        return p;
-    }
-    __device__ __forceinline__ static L2Policy last_out() {
-        L2Policy p;
-        asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p.word));
-        return p;
-    }
-    __device__ __forceinline__ static L2Policy usual() {
-        L2Policy p;
-        asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p.word));
-        return p;
-    }
-#endif
-};
+// What L2 shall do with lines, on sm_90 and newer. `word` is what createpolicy gives there for a fraction of 1, said by the
+// host. `nothing` is 0, and ptxas must not know: where it can split an address in shared memory into a uniform and another
+// register, ptxas 13.0 compiles cp.async with a policy to an LDGSTS that reads uniform registers nobody wrote (seen in
+// machine code; an illegal instruction on an H200). An exclusive or with `nothing` cannot be split.
+struct L2Policy { int64 word, nothing; };
 
 // 16 bytes from global to shared memory while the thread goes on; the first `bytes` of them, the rest is 0.
 __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes, L2Policy policy) {
 #ifdef CUEMU
     cuemu::cp_async<16>(to, bytes ? from : nullptr, bytes);
-#else
+#elif __CUDA_ARCH__ >= 900
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
-                 :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from), "r"(bytes), "l"(policy.word) : "memory");
+                 :: "r"(unsigned(__cvta_generic_to_shared(to)) ^ unsigned(policy.nothing)), "l"(from), "r"(bytes), "l"(policy.word) : "memory");
+#else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from), "r"(bytes) : "memory");
 #endif
 }
-__device__ __forceinline__ void copy_async(void* to, const void* from, L2Policy policy) {
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
 #ifdef CUEMU
     cuemu::cp_async<16>(to, from, 16);
 #else
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
-                 :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from), "l"(policy.word) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from) : "memory");
 #endif
 }
 // The copies since the last one become a group, maybe an empty one.
@@ -133,11 +115,11 @@ template <int N> __device__ __forceinline__ void wait_for_copies() {
 }
 
 __device__ __forceinline__ void store(float4* p, const float4& x, L2Policy policy) {
-#ifdef CUEMU
-    *p = x;
-#else
+#if !defined(CUEMU) && __CUDA_ARCH__ >= 900
     asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1,%2,%3,%4}, %5;"
                  :: "l"(p), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "l"(policy.word) : "memory");
+#else
+    *p = x;
 #endif
 }
 

@@ -253,7 +253,7 @@ def test_host_arrays_have_no_plan():
 def teams(plan) -> int:
     """Work.teams of a plan for tensor cores."""
     work = np.frombuffer(plan.layout.tobytes(), np.int64)
-    return int(work[-(9 + 4 * 3 + 4) :][2])
+    return int(work[-(15 + 4 * 3 + 4) :][2])
 
 
 def planned(case: DecodeCase):
