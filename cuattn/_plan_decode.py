@@ -11,12 +11,21 @@ import numpy as np
 from cuattn import _check, _launch, _plan_decode_mma
 from cuattn._compile import Kernel
 from cuattn._dims_decode import DecodeDims
-from cuattn._plan_decode_mma import Launch
 from cuattn._settings import debug
 
-_BLOCK = 128, 1, 1  # threads, as in decode.cu
+_THREADS = 128  # of a block, as in decode.cu
 _SPLIT_LEAST = 256  # tokens of a split, as in decode.cuh
 _ROWS = {8: 4, 16: 2}  # query rows of a block by the features of a lane: what registers hold
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel, cut up how."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int] = (_THREADS, 1, 1)
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class DecodePlan:
 
     split: Launch
     merge: Launch | None  # None: no sequence can have two splits, or there is no query
-    num_splits: int  # of the longest sequence that the table can hold; on tensor cores leaves
+    num_splits: int  # of the longest sequence that the table can hold
     mma: bool  # on tensor cores
     lanes: int  # that share a key; 0 on tensor cores
     workspace_bytes: int
@@ -59,11 +68,13 @@ def plan_decode(dims: DecodeDims, device: _launch.DeviceInfo) -> DecodePlan:
         If the grid would exceed what a device can start.
     """
     splits, most = splits_within(dims.max_tokens, dims.num_kv_heads), most_splits(dims.num_kv_heads)
-    mma = _plan_decode_mma.tile(dims, device)
+    mma = _plan_decode_mma.tile(dims, device, splits, most)
     if mma is not None:
         numbers = _layout(dims, most, splits, mma.row_groups, 0)
+        split = Launch(mma.kernel, mma.grid, (mma.threads, 1, 1), mma.shared_bytes)
+        merge = mma.merge and Launch(mma.merge, mma.merge_grid, (mma.merge_threads, 1, 1))
         layout = _launch.by_value(*numbers, *mma.work)
-        plan = DecodePlan(mma.split, mma.merge, mma.num_leaves, True, 0, mma.workspace_bytes, device, dims, layout)
+        plan = DecodePlan(split, merge, splits, True, 0, mma.workspace_bytes, device, dims, layout)
         debug(1, plan)
         return plan
     widest = max(dims.head_dim, dims.head_dim_v)
@@ -79,10 +90,10 @@ def plan_decode(dims: DecodeDims, device: _launch.DeviceInfo) -> DecodePlan:
         raise ValueError(f"decode: {rule}; got {grid[0]} and {grid[1]}")
     merge = None
     if splits > 1 and dims.num_rows:
-        merge = Launch(_kernel("merge", dims.dtype, dims.dtype, 1, 16), (dims.num_rows, 1, 1), _BLOCK)
+        merge = Launch(_kernel("merge", dims.dtype, dims.dtype, 1, 16), (dims.num_rows, 1, 1))
     plan = DecodePlan(
-        Launch(_kernel("split", dims.dtype, dims.cache_dtype, vec, features), grid, _BLOCK), merge, splits, False,
-        lanes, workspace_bytes(dims.num_rows, dims.head_dim_v, splits), device, dims,
+        Launch(_kernel("split", dims.dtype, dims.cache_dtype, vec, features), grid), merge, splits, False, lanes,
+        workspace_bytes(dims.num_rows, dims.head_dim_v, splits), device, dims,
         _launch.by_value(*_layout(dims, most, splits, row_groups, lanes)),
     )  # fmt: skip
     debug(1, plan)
