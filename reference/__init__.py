@@ -5,6 +5,7 @@ The page of mathematics that the rest refers to is the docstring of ``attention.
 """
 
 from .attention import attention  # softmax(q k^T) v over the visible keys, as a state (out, lse)
+from .attention_varlen import attention_varlen  # of packed sequences, each by itself, or with keys in pages
 from .decode import decode  # the same over pages, for the newest tokens of each sequence
 from .paged import (  # where keys and values lie
     append_kv,
@@ -28,6 +29,7 @@ __all__ = [
     "append_kv",
     "apply_rotary",
     "attention",
+    "attention_varlen",
     "copy_pages",
     "copy_pages_between",
     "decode",
