@@ -23,6 +23,7 @@ flash_attn_varlen_func does in one kernel:
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -98,14 +99,14 @@ def attention_varlen(
     starts_q = _offsets("cu_seqlens_q", cu_seqlens_q, len(q), "total_q")
     batch = len(starts_q) - 1
     lengths, starts_k = _keys(cu_seqlens_k, seqused_k, batch, None if paged else len(k))
-    table = _table(k, v, block_table, lengths) if paged else None
+    table = None if block_table is None else _table(k, v, block_table, lengths)
     slopes = None if alibi_slopes is None else np.asarray(alibi_slopes)
     num_heads = q.shape[1]
     if slopes is not None and slopes.shape not in ((num_heads,), (batch, num_heads)):
         allowed = f"({num_heads},) or ({batch}, {num_heads})"
         raise ValueError(f"reference.attention_varlen: alibi_slopes.shape must be {allowed}; got {slopes.shape}")
     slopes = np.broadcast_to(0.0 if slopes is None else slopes, (batch, num_heads))
-    options = {"causal": causal, "sm_scale": sm_scale, "window": window, "softcap": softcap}
+    options: dict[str, Any] = {"causal": causal, "sm_scale": sm_scale, "window": window, "softcap": softcap}
     options |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
 
     with _named_varlen(paged):
@@ -165,7 +166,7 @@ def _keys(
     return lengths, starts
 
 
-def _table(k: NDArray, v: NDArray, block_table: ArrayLike | None, lengths: NDArray) -> NDArray:
+def _table(k: NDArray, v: NDArray, block_table: ArrayLike, lengths: NDArray) -> NDArray:
     """Return the block table, or refuse one that the lengths do not fit."""
     _check_pages("attention_varlen", k, v, ("k", "v"))
     table = _integers("attention_varlen", "block_table", block_table, 2)
