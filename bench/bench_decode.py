@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import cupy
 import numpy as np
 
 from bench import harness
-from bench.inputs import as_bits, dtype_named, normal
+from bench.inputs import as_bits, cupy, dtype_named, normal
 from cuattn import reference
 from cuattn.decode import decode, decode_workspace_size, plan_decode
 from cuattn.testing import assert_state, attention_bound

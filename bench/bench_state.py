@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import cupy
 import numpy as np
 
 import cuattn
 from bench import harness
-from bench.inputs import dtype_named, normal
+from bench.inputs import cupy, dtype_named, normal
 from cuattn import reference
 from cuattn.testing import assert_state, merge_bound
 

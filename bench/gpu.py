@@ -28,7 +28,7 @@ def missing_gpu() -> str | None:
     try:
         import cupy
     except ImportError:
-        return "CuPy is not installed"
+        return "CuPy is not installed (pip install 'cuattn[cuda13x]' brings it)"
     return None if cupy.cuda.is_available() else "CuPy finds no CUDA GPU"
 
 

@@ -224,7 +224,7 @@ def main(
     l2: str = "warm",
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
-    """Command line of a bench; exits 0, 1 after a wrong result, 2 without a GPU or with bad arguments."""
+    """Command line of a bench; exits 0, 1 after a wrong result, 2 without CuPy or a GPU or with bad arguments."""
     cli = parser(name, l2)
     args = cli.parse_args(argv)
     try:
@@ -240,7 +240,7 @@ def main(
         print(listing(bench, cases))
         sys.exit(0)
     if reason := gpu.missing_gpu():
-        print(f"bench_{name}: {reason}; only --list works without one", file=sys.stderr)
+        print(f"bench_{name}: {reason}; only --list needs no GPU", file=sys.stderr)
         sys.exit(2)
     device = gpu.GpuDevice(use_torch=bool(bench.peers or flops))
     with device.current():

@@ -12,9 +12,20 @@ from cuattn._compile import CompileError, get_include  # noqa: E402  the CUDA he
 from cuattn._settings import checking  # noqa: E402  how much of the arguments is checked
 from cuattn._version import __version__  # noqa: E402
 from cuattn.base2 import lse_from_base2, lse_to_base2  # noqa: E402  for libraries with base-2 logarithms
-from cuattn.decode import decode, decode_workspace_size, plan_decode  # noqa: E402  attention of the newest tokens
+from cuattn.decode import (  # noqa: E402  attention of the newest tokens
+    DecodePlan,
+    decode,
+    decode_workspace_size,
+    plan_decode,
+)
 from cuattn.paged import append_kv, copy_pages, gather_kv, swap_pages  # noqa: E402  keys and values in pages
-from cuattn.paged_cache import OutOfPages, PagedKVCache, UnknownSequence  # noqa: E402  who has which page
+from cuattn.paged_cache import (  # noqa: E402  who has which page
+    OutOfPages,
+    PagedKVCache,
+    PageEvent,
+    Swap,
+    UnknownSequence,
+)
 from cuattn.rotary import apply_rotary  # noqa: E402  positions
 from cuattn.state import (  # noqa: E402  partial results and how they combine
     AttentionState,
@@ -27,8 +38,11 @@ from cuattn.state import (  # noqa: E402  partial results and how they combine
 __all__ = [
     "AttentionState",
     "CompileError",
+    "DecodePlan",
     "OutOfPages",
+    "PageEvent",
     "PagedKVCache",
+    "Swap",
     "UnknownSequence",
     "__version__",
     "append_kv",

@@ -124,7 +124,7 @@ class Call:
 
     def checks_values(self) -> bool:
         """Whether index arrays are to be looked at: on the host always, on a device if asked for."""
-        return self.engine is None or checks_values()
+        return checks_values() or self.engine is None  # asked in any case: a wrong CUATTN_CHECK is refused
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Within it, what CuPy does by itself happens on the arrays' device and its current stream."""

@@ -32,7 +32,7 @@ class OutOfPages(RuntimeError):
 
 
 class PageEvent(NamedTuple):
-    """Something that happened to a page.
+    """Something that happened to a page of a `PagedKVCache`; its `take_events` returns them.
 
     Attributes
     ----------
@@ -41,12 +41,12 @@ class PageEvent(NamedTuple):
         "published": other sequences can find its contents. "evicted": they no longer can. "copied":
         overwritten with the contents of `source`.
     page : int
-        The page.
-    digest : bytes, optional
-        The name of its contents: when published and evicted, and when allocated with contents that were
-        cached.
-    source : int, optional
-        Of a copy.
+        The page, from 0; the row of `k_pages` and `v_pages` in every layer.
+    digest : bytes or None
+        The name of its contents, a sha256 of 32 bytes: when published and evicted, and when allocated with contents
+        that were cached.
+    source : int or None
+        The page that was copied from.
     """
 
     kind: Literal["allocated", "freed", "published", "evicted", "copied"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from cuattn._page_pool import PageEvent
 from cuattn._paged_prefix import Prefixes
-from cuattn._paged_record import Pairs, Record, count, locked, token_ids
+from cuattn._paged_record import Pairs, Record, by_sequence, count, locked, token_ids
 
 
 class Growth(Prefixes):
@@ -56,7 +56,8 @@ class Growth(Prefixes):
         list of (int, int)
             As `extend`.
         """
-        return self._grow("extend_many", [(seq_id, number, None) for seq_id, number in num_tokens.items()])
+        numbers = by_sequence("PagedKVCache.extend_many: num_tokens", num_tokens)
+        return self._grow("extend_many", [(seq_id, number, None) for seq_id, number in numbers])
 
     @locked
     def append(self, seq_id: Hashable, tokens: Sequence[int] | np.ndarray) -> Pairs:
@@ -92,7 +93,7 @@ class Growth(Prefixes):
             As `extend`.
         """
         where = "PagedKVCache.append_many: tokens"
-        ids = [(seq_id, token_ids(where, given)) for seq_id, given in tokens.items()]
+        ids = [(seq_id, token_ids(where, given)) for seq_id, given in by_sequence(where, tokens)]
         return self._grow("append_many", [(seq_id, len(given), given) for seq_id, given in ids])
 
     def copies(self, pairs: Pairs) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, ItemsView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -80,6 +80,13 @@ def count(where: str, value: Any, low: int = 0, high: int | None = None) -> int:
         rule = f"at least {low}" if high is None else f"{low} to {high}"
         raise ValueError(f"{where} must be {rule}; got {number}")
     return number
+
+
+def by_sequence(where: str, values: Mapping[Hashable, R]) -> ItemsView[Hashable, R]:
+    """What an argument has for each sequence; `where` is "function: argument"."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{where} must be a mapping of sequence ids; got {type(values).__name__}")
+    return values.items()
 
 
 def token_ids(where: str, tokens: Sequence[int] | np.ndarray) -> array[int]:

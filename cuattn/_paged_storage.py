@@ -34,6 +34,8 @@ class Storage:
             count(f"PagedKVCache: {name}", size, 1, _check.MAX_HEAD_DIM)
         kind = np.dtype(dtype)
         _check.dtype("PagedKVCache: dtype", _check.fresh((), kind), DTYPES)
+        if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
+            raise TypeError(f"PagedKVCache: xp must be the module numpy or cupy; got {xp!r}")
         self._xp, self._layers, self._sizes = xp, num_layers, (rows[0], num_host_pages)
         self._device = -1 if xp is np else xp.cuda.runtime.getDevice()
         here, there = (

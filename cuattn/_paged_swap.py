@@ -17,12 +17,14 @@ from cuattn._paged_storage import Storage
 class Swap:
     """Pages of one sequence on their way; both sides stay reserved until `PagedKVCache.swap_done`.
 
+    `PagedKVCache.swap_out` and `swap_in` return it. Each is equal to itself only.
+
     Attributes
     ----------
     seq_id : hashable
         The sequence.
     to_host : bool
-        From the device to the host, or back.
+        Whether they go from the device to the host; else back.
     pairs : list of (int, int)
         What is copied: (page, slot of the host pool), or (slot, page) on the way back.
     event : cupy.cuda.Event or None

@@ -30,17 +30,47 @@ class Launch:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How a decode runs, for arrays of certain shapes, strides and dtypes and any lengths and tables."""
+    """How a decode runs, for arrays of certain shapes, strides and dtypes and any lengths and tables.
+
+    `plan_decode` makes it, `decode` takes it; it holds no arrays, can't be changed, and serves any number of calls.
+
+    Attributes
+    ----------
+    split : Launch
+        The kernel that attends to one split of a sequence: its ``kernel``, ``grid`` (blocks), ``block`` (threads) and
+        ``shared_bytes`` (dynamic shared memory of a block).
+    merge : Launch or None
+        The kernel that merges splits; None if no sequence can have two of them, or there is no query.
+    num_splits : int
+        Splits of the longest sequence that the table can hold.
+    mma : bool
+        Whether tensor cores do it.
+    lanes : int
+        Threads that share a key; 0 on tensor cores.
+    workspace_bytes : int
+        Scratch memory of a call, in bytes; 0 if it takes none.
+    device : DeviceInfo
+        The kind of device that it is for: ``capability`` (major, minor) and ``num_sms``, its multiprocessors.
+    dims : DecodeDims
+        Sizes and strides (in elements) of the arrays that it is for.
+    layout : numpy.void
+        The same as the kernels read it: DecodeLayout of decode.cuh, or MmaLayout of decode_mma.cuh.
+
+    See Also
+    --------
+    cuattn.decode.plan_decode : makes one.
+    cuattn.decode.decode_workspace_size : scratch memory that is enough, without a plan.
+    """
 
     split: Launch
-    merge: Launch | None  # None: no sequence can have two splits, or there is no query
-    num_splits: int  # of the longest sequence that the table can hold
-    mma: bool  # on tensor cores
-    lanes: int  # that share a key; 0 on tensor cores
+    merge: Launch | None
+    num_splits: int
+    mma: bool
+    lanes: int
     workspace_bytes: int
     device: _launch.DeviceInfo
     dims: DecodeDims = field(repr=False)
-    layout: np.void = field(repr=False)  # DecodeLayout of decode.cuh, MmaLayout of decode_mma.cuh
+    layout: np.void = field(repr=False)
 
 
 def most_splits(num_kv_heads: int) -> int:

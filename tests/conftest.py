@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("tests.reference_laws", "tests.bench_fakes")  # helpers whose asserts speak too
+pytest.register_assert_rewrite("tests.reference_laws", "tests.bench_fakes", "tests.device_fakes")  # helpers whose asserts speak too
 SIMULATOR = bool(os.environ.get("NUMBA_ENABLE_CUDASIM"))
 collect_ignore = [] if SIMULATOR else ["simulator"]  # a process of its own: tests/test_simulator.py starts it
 

@@ -84,7 +84,7 @@ class LateStreams(Place):
             Event=lambda disable_timing: Event(),
             get_current_stream=lambda: self.main,
         )
-        self.xp = SimpleNamespace(empty=np.empty, cuda=device, asarray=np.asarray)
+        self.xp = SimpleNamespace(__name__="cupy", empty=np.empty, cuda=device, asarray=np.asarray)
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import pytest
 from cuattn import _call, _check, _check_decode
 from cuattn._call import Call, array_spec, remembered, rounded
 from tests.decode_cases import DecodeCase
-from tests.test_engine import on_device
+from tests.device_fakes import on_device
 
 F16, F32 = np.float16, np.float32
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +43,28 @@ def test_list_needs_no_gpu(capsys):
 def test_without_a_gpu_it_exits_with_one_line(capsys, monkeypatch):
     monkeypatch.setattr(gpu, "missing_gpu", lambda: "CuPy finds no CUDA GPU")
     assert exit_code() == 2
-    assert capsys.readouterr().err == "bench_state: CuPy finds no CUDA GPU; only --list works without one\n"
+    assert capsys.readouterr().err == "bench_state: CuPy finds no CUDA GPU; only --list needs no GPU\n"
+
+
+ROOT = Path(__file__).parent.parent
+WITHOUT_CUPY = """
+import runpy, sys
+sys.modules["cupy"] = None  # cannot be imported
+runpy.run_module(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("bench", sorted(path.stem for path in (ROOT / "bench").glob("bench_*.py")))
+def test_without_cupy_a_bench_lists_its_cases_or_says_what_to_install(bench):
+    def run(*argv):
+        command = [sys.executable, "-c", WITHOUT_CUPY, f"bench.{bench}", *argv]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+    done = run()
+    install = "CuPy is not installed (pip install 'cuattn[cuda13x]' brings it); only --list needs no GPU"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{bench}: {install}\n")
+    done = run("--list")
+    assert (done.returncode, done.stderr) == (0, "") and "bytes" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import configparser
 import fnmatch
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -121,6 +124,13 @@ def test_import_creates_no_files(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_import_does_not_look_at_settings(monkeypatch, tmp_path):
+    """The first call that looks refuses a wrong one, see tests/test_settings.py."""
+    for name in ("CUATTN_CHECK", "CUATTN_DEBUG"):
+        monkeypatch.setenv(name, "valeus")
+    run("import cuattn, cuattn.testing", tmp_path)
+
+
 def test_import_warns_of_nothing(tmp_path):
     run("import cuattn", tmp_path, "-W", "error")
 
@@ -128,6 +138,31 @@ def test_import_warns_of_nothing(tmp_path):
 def test_all_names_exist_and_are_sorted():
     assert all(hasattr(cuattn, name) for name in cuattn.__all__)
     assert cuattn.__all__ == sorted(cuattn.__all__)
+
+
+def classes(hint: object) -> set[type]:
+    """Those that an annotation is made of."""
+    if parts := typing.get_args(hint):
+        return set().union(*map(classes, parts))
+    return {hint} if isinstance(hint, type) else set()
+
+
+def test_types_of_results_are_public():
+    public = [getattr(cuattn, name) for name in cuattn.__all__ if name != "__version__"]
+    calls = [x for x in public if not isinstance(x, type)]
+    for owner in set(public).difference(calls):
+        members = [x.fget if isinstance(x, property) else x for name, x in inspect.getmembers(owner) if name[0] != "_"]
+        calls += filter(inspect.isfunction, members)
+    found = set().union(*(classes(typing.get_type_hints(call).get("return")) for call in calls))
+    ours = {x for x in found if x.__module__.startswith("cuattn")}
+    assert {cuattn.AttentionState, cuattn.DecodePlan, cuattn.PageEvent, cuattn.Swap} <= ours <= set(public)
+
+
+@pytest.mark.parametrize("kind", [cuattn.AttentionState, cuattn.DecodePlan, cuattn.PageEvent, cuattn.Swap])
+def test_fields_of_results_are_documented(kind):
+    fields = kind._fields if issubclass(kind, tuple) else kind.__dataclass_fields__
+    documented = re.findall(r"^ *(\w[\w, ]*) : ", kind.__doc__, re.MULTILINE)
+    assert [x for names in documented for x in names.split(", ")] == [*fields]
 
 
 NAMESAKES = """

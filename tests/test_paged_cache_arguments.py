@@ -33,6 +33,16 @@ REFUSALS = [
         r"append: tokens must be a sequence of integers; got shape \(1, 1\)",
     ),
     (
+        lambda c: c.append_many([[1], [2]]),
+        TypeError,
+        "^PagedKVCache.append_many: tokens must be a mapping of sequence ids; got list$",
+    ),
+    (
+        lambda c: c.extend_many(2),
+        TypeError,
+        "^PagedKVCache.extend_many: num_tokens must be a mapping of sequence ids; got int$",
+    ),
+    (
         lambda c: c.append(0, [2**63]),
         ValueError,
         r"append: tokens must be less than 2\*\*63; got 9223372036854775808",
@@ -95,6 +105,8 @@ def test_refusals_change_nothing(call, error, message):
             TypeError,
             "PagedKVCache: dtype must be float16, bfloat16, float32 or float8_e4m3fn; got",
         ),
+        ({"xp": "cupy"}, TypeError, "^PagedKVCache: xp must be the module numpy or cupy; got 'cupy'$"),
+        ({"xp": np.ndarray}, TypeError, "^PagedKVCache: xp must be the module numpy or cupy; got <class 'numpy.ndarray'>$"),
         ({"num_host_pages": -1}, ValueError, "PagedKVCache: num_host_pages must be 0 to"),
         ({"max_events": -1}, ValueError, "PagedKVCache: max_events must be 0 to"),
         (

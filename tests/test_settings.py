@@ -131,6 +131,16 @@ def test_environment_sets_the_level_outside_of_blocks(level):
         _settings.checks_values()
 
 
+@pytest.mark.parametrize("engine", [None, Nowhere()], ids=["NumPy arrays", "device arrays"])
+def test_a_wrong_level_is_refused_wherever_arrays_are(level, engine):
+    level("valeus")
+    outs, lses, out = np.ones((3, 4), np.float32), np.zeros(3, np.float32), np.zeros((1, 4), np.float32)
+    place = contextlib.nullcontext() if engine is None else _launch.emulated(engine)
+    with place, pytest.raises(ValueError, match=r"^CUATTN_CHECK must be one of arguments, values; got 'valeus'$"):
+        cuattn.merge_states_varlen(outs, lses, np.array([0, 3]), out=out)
+    assert not out.any()
+
+
 @pytest.mark.parametrize("level", ["", "Values", None, 2])
 def test_checking_refuses_other_levels(level):
     message = r"^checking: level must be one of arguments, values; got "
