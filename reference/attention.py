@@ -188,6 +188,12 @@ def _within(ahead: NDArray, causal: bool, window: tuple[int, int]) -> NDArray[np
     return reach
 
 
+def _first_seen(seqlen_q: ArrayLike, seqlen_k: ArrayLike, window: tuple[int, int], least: ArrayLike = 0) -> NDArray:
+    """The first key of a sequence that a query sees, at least `least`; seqlen_k if there is no query."""
+    first = np.asarray(least) if window[0] < 0 else np.maximum(least, np.subtract(seqlen_k, seqlen_q) - window[0])
+    return np.where(np.asarray(seqlen_q) > 0, first, seqlen_k)
+
+
 def _check_qkv(q: NDArray, k: NDArray, v: NDArray) -> tuple[NDArray, NDArray, NDArray]:
     """Return q, k, v in float64, or refuse shapes that do not belong together."""
     for name, x in (("q", q), ("k", k), ("v", v)):

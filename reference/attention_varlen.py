@@ -21,15 +21,13 @@ flash_attn_varlen_func does in one kernel:
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .attention import attention
-from .paged import _check_pages, _integers, gather_sequence
+from .attention import _first_seen, attention
+from .paged import _check_pages, _integers, _named, _tokens_between
 from .state import State, empty_state
 
 
@@ -109,7 +107,8 @@ def attention_varlen(
     options: dict[str, Any] = {"causal": causal, "sm_scale": sm_scale, "window": window, "softcap": softcap}
     options |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
 
-    with _named_varlen(paged):
+    packed = "q" if paged else "qkv"  # those with an axis less than attention has
+    with _named("attention_varlen", (rf"\b([{packed}])[.]shape\[(\d)\]", _one_axis_less)):
         no_k, no_v = (np.zeros((1, 0, *x.shape[-2:]), x.dtype) for x in (k, v))
         attention(q[None, :0], no_k, no_v, **options)  # refuses what no sequence can have
         out, lse = empty_state(len(q), num_heads, v.shape[-1])
@@ -118,9 +117,7 @@ def attention_varlen(
             if table is None:
                 keys, values = (x[starts_k[b] : starts_k[b] + lengths[b]] for x in (k, v))
             else:
-                seqlen_q = starts_q[b + 1] - starts_q[b]
-                first = max(lengths[b] - seqlen_q - window[0], 0) if window[0] >= 0 else 0  # that is seen
-                first = min(first, lengths[b]) if seqlen_q else lengths[b]
+                first = int(_first_seen(starts_q[b + 1] - starts_q[b], lengths[b], window))
                 keys, values = (_in_pages(x, table[b], b, first, lengths[b]) for x in (k, v))
             state = attention(q[None, rows], keys[None], values[None], alibi_slopes=slopes[b], **options)
             out[rows], lse[rows] = state[0][0], state[1][0]
@@ -182,23 +179,14 @@ def _table(k: NDArray, v: NDArray, block_table: ArrayLike, lengths: NDArray) -> 
 
 def _in_pages(pages: NDArray, row: NDArray, b: int, first: int, past: int) -> NDArray:
     """Return tokens first .. past - 1 of sequence b, whose page ids are `row`."""
-    skip, start = divmod(int(first), pages.shape[1])  # whole pages, then tokens
-    for j in range(skip, -(-int(past) // pages.shape[1]) if first < past else skip):
+    if first >= past:
+        return pages[:0, 0]
+    for j in range(first // pages.shape[1], -(-int(past) // pages.shape[1])):
         if not 0 <= row[j] < len(pages):
             rule = f"block_table[{b}, {j}] must be within 0 and {len(pages) - 1}"
             raise ValueError(f"reference.attention_varlen: {rule}; got {row[j]}")
-    if first >= past:
-        return pages[:0, 0]
-    return gather_sequence(pages, row[skip:], int(past) - skip * pages.shape[1])[start:]
+    return _tokens_between(pages, row, first, past)
 
 
-@contextmanager
-def _named_varlen(paged: bool) -> Iterator[None]:
-    """Let what is refused inside carry the name of attention_varlen, and the axes that its arrays have."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        text = re.sub(r"^reference[.]\w+", "reference.attention_varlen", str(error))
-        packed = "q" if paged else "qkv"
-        text = re.sub(rf"\b([{packed}])[.]shape\[(\d)\]", lambda m: f"{m[1]}.shape[{int(m[2]) - 1}]", text)
-        raise type(error)(text) from None
+def _one_axis_less(match: re.Match[str]) -> str:
+    return f"{match[1]}.shape[{int(match[2]) - 1}]"

@@ -20,16 +20,13 @@ own, and call `attention` on it. What flash_attn_with_kvcache does in one kernel
    the end, in the left padding or behind the window may be -1 or garbage: their pages may be free already.
 """
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .attention import attention
-from .paged import _check_pages, _integers, append_kv, gather_sequence, slots
+from .attention import _first_seen, attention
+from .paged import _check_pages, _integers, _named, _tokens_between, append_kv, slots
 from .rotary import apply_rotary
 from .state import State
 
@@ -140,7 +137,7 @@ def decode(
     slopes = None if alibi_slopes is None else np.asarray(alibi_slopes)
     options: dict[str, Any] = {"causal": causal, "sm_scale": sm_scale, "window": window, "softcap": softcap}
     options |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
-    with _named_decode():
+    with _named("decode", (r"\b(cos|sin)\b", r"rotary_\1")):
         out, lse = attention(q, k[:, :0], v[:, :0], alibi_slopes=slopes, **options)  # over no keys
         if rotary_cos is not None and rotary_sin is not None:
             moving = causal or tuple(window) != (-1, -1)
@@ -151,8 +148,7 @@ def decode(
             )
 
     total = lengths + seqlen_new
-    first = leftpad if window[0] < 0 else np.maximum(leftpad, total - seqlen_q - window[0])
-    first = first if seqlen_q else total  # of the keys that are seen
+    first = _first_seen(seqlen_q, total, window, leftpad)
     oldest = np.minimum(first, lengths) if seqlen_new else first  # of the tokens whose pages are looked up
     for b in np.flatnonzero(oldest < total):
         for j in range(oldest[b] // page_size, -(-total[b] // page_size)):
@@ -162,11 +158,7 @@ def decode(
     k, v = (x.reshape(len(slot_mapping), *x.shape[2:]) for x in (k, v))
     append_kv(k, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
     for b in np.flatnonzero(first < total):
-        skip, start = divmod(first[b], page_size)  # whole pages, then tokens
-        keys, values = (
-            gather_sequence(pages, table[b, skip:], total[b] - skip * page_size)[start:]
-            for pages in (k_pages, v_pages)
-        )
+        keys, values = (_tokens_between(pages, table[b], first[b], total[b]) for pages in (k_pages, v_pages))
         slopes_b = slopes[b : b + 1] if slopes is not None and slopes.ndim == 2 else slopes
         state = attention(q[b : b + 1], keys[None], values[None], alibi_slopes=slopes_b, **options)
         out[b], lse[b] = state[0][0], state[1][0]
@@ -188,13 +180,3 @@ def _within(name: str, values: NDArray, most: NDArray | int, rule: str) -> None:
     for value, limit in zip(values.ravel(), most.ravel()):
         if not 0 <= value <= limit:
             raise ValueError(f"reference.decode: {name} must be within 0 and {rule} ({limit}); got {value}")
-
-
-@contextmanager
-def _named_decode() -> Iterator[None]:
-    """Let what is refused inside carry the names of decode and of its arguments."""
-    try:
-        yield
-    except ValueError as error:
-        text = re.sub(r"^reference[.]\w+", "reference.decode", str(error))
-        raise ValueError(re.sub(r"\b(cos|sin)\b", r"rotary_\1", text)) from None

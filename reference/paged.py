@@ -18,6 +18,11 @@
    disagree and ids out of range raise ValueError, indices that are no integers TypeError; nothing is written.
 """
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -122,6 +127,12 @@ def gather_sequence(pages: NDArray, block_table_row: ArrayLike, length: int) -> 
         name, limit = f"block_table_row[{j}]", len(pages)
         raise ValueError(f"reference.gather_sequence: {name} must be within 0 and {limit - 1}; got {row[j]}")
     return pages[row].reshape(len(row) * page_size, *pages.shape[2:])[:length]
+
+
+def _tokens_between(pages: NDArray, row: NDArray, first: int, past: int) -> NDArray:
+    """Tokens first .. past - 1 of a sequence; ids of pages that hold none of them are not looked at."""
+    skip, start = divmod(int(first), pages.shape[1])  # whole pages, then tokens
+    return gather_sequence(pages, row[skip:], int(past) - skip * pages.shape[1])[start:]
 
 
 def copy_pages(k_pages: NDArray, v_pages: NDArray, source: ArrayLike, target: ArrayLike) -> None:
@@ -231,6 +242,18 @@ def _integers(function: str, name: str, values: ArrayLike, ndim: int) -> NDArray
     if values.ndim != ndim:
         raise ValueError(f"reference.{function}: {name} must have {ndim} dimensions; got {values.ndim}")
     return np.minimum(values, min(_LARGEST, np.iinfo(values.dtype).max)).astype(np.int64)
+
+
+@contextmanager
+def _named(function: str, *renamed: tuple[str, Any]) -> Iterator[None]:
+    """Let what is refused inside carry the name of `function`, and of its arguments: (pattern, replacement) each."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        for pattern, replacement in ((r"^reference[.]\w+", f"reference.{function}"), *renamed):
+            text = re.sub(pattern, replacement, text)
+        raise ValueError(text) from None
 
 
 def _check_pages(
