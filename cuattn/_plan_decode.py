@@ -11,21 +11,12 @@ import numpy as np
 from cuattn import _check, _launch, _plan_decode_mma
 from cuattn._compile import Kernel
 from cuattn._dims_decode import DecodeDims
+from cuattn._plan_decode_mma import Launch
 from cuattn._settings import debug
 
-_THREADS = 128  # of a block, as in decode.cu
+_BLOCK = 128, 1, 1  # threads, as in decode.cu
 _SPLIT_LEAST = 256  # tokens of a split, as in decode.cuh
 _ROWS = {8: 4, 16: 2}  # query rows of a block by the features of a lane: what registers hold
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel, cut up how."""
-
-    kernel: Kernel
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int] = (_THREADS, 1, 1)
-    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,7 +33,7 @@ class DecodePlan:
     merge : Launch or None
         The kernel that merges splits; None if no sequence can have two of them, or there is no query.
     num_splits : int
-        Splits of the longest sequence that the table can hold.
+        Splits of the longest sequence that the table can hold; on tensor cores leaves, see `decode`.
     mma : bool
         Whether tensor cores do it.
     lanes : int
@@ -98,13 +89,11 @@ def plan_decode(dims: DecodeDims, device: _launch.DeviceInfo) -> DecodePlan:
         If the grid would exceed what a device can start.
     """
     splits, most = splits_within(dims.max_tokens, dims.num_kv_heads), most_splits(dims.num_kv_heads)
-    mma = _plan_decode_mma.tile(dims, device, splits, most)
+    mma = _plan_decode_mma.tile(dims, device)
     if mma is not None:
         numbers = _layout(dims, most, splits, mma.row_groups, 0)
-        split = Launch(mma.kernel, mma.grid, (mma.threads, 1, 1), mma.shared_bytes)
-        merge = mma.merge and Launch(mma.merge, mma.merge_grid, (mma.merge_threads, 1, 1))
         layout = _launch.by_value(*numbers, *mma.work)
-        plan = DecodePlan(split, merge, splits, True, 0, mma.workspace_bytes, device, dims, layout)
+        plan = DecodePlan(mma.split, mma.merge, mma.num_leaves, True, 0, mma.workspace_bytes, device, dims, layout)
         debug(1, plan)
         return plan
     widest = max(dims.head_dim, dims.head_dim_v)
@@ -120,10 +109,10 @@ def plan_decode(dims: DecodeDims, device: _launch.DeviceInfo) -> DecodePlan:
         raise ValueError(f"decode: {rule}; got {grid[0]} and {grid[1]}")
     merge = None
     if splits > 1 and dims.num_rows:
-        merge = Launch(_kernel("merge", dims.dtype, dims.dtype, 1, 16), (dims.num_rows, 1, 1))
+        merge = Launch(_kernel("merge", dims.dtype, dims.dtype, 1, 16), (dims.num_rows, 1, 1), _BLOCK)
     plan = DecodePlan(
-        Launch(_kernel("split", dims.dtype, dims.cache_dtype, vec, features), grid), merge, splits, False, lanes,
-        workspace_bytes(dims.num_rows, dims.head_dim_v, splits), device, dims,
+        Launch(_kernel("split", dims.dtype, dims.cache_dtype, vec, features), grid, _BLOCK), merge, splits, False,
+        lanes, workspace_bytes(dims.num_rows, dims.head_dim_v, splits), device, dims,
         _launch.by_value(*_layout(dims, most, splits, row_groups, lanes)),
     )  # fmt: skip
     debug(1, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -11,63 +12,102 @@ from cuattn import _check, _launch
 from cuattn._compile import Kernel
 from cuattn._dims_decode import UNBOUNDED, DecodeDims
 
-_WARPS = 4
-_PIECE_BYTES = 96  # Piece of decode_work.cuh and a float
-FOLD = 4  # as in decode_work.cuh
-FOLD_FROM = 8  # splits for each block that a device can hold
 _DIMS = (64, 128, 256)
-# Blocks on a multiprocessor by DIM, ROWS and the bytes of an element, as many as registers allow.
+# As in decode_work.cuh and decode_mma.cu:
+_TILE = 16  # tokens
+_SHARED, _QUERY_PAD, _TICKETS = 1056, 8, 6 * 16  # bytes of a block; elements behind a row of queries; bytes of a warp
+_MOST_STAGES = 6
+_SET, _BATCH, _RECEIVED, _GROUPS = 2, 8, 1088, 8  # of a merge: items of a warp; pieces at once; bytes of one; groups
+_MOST_WARPS = 2048  # of a grid, so that `most_workspace_bytes` holds for any device
+# What createpolicy gives on sm_90 and newer: lines of L2 like any other, that go first, that go last.
+_POLICIES = 0x16F0 << 48, 0, 0x12F0 << 48, 0, 0x14F0 << 48, 0  # words, and the nothing of L2Policy in mma.cuh
+_FEW = 8  # warps of a multiprocessor that merge: fewer than that work together
+_LONG = 256  # leaves: longer sequences have a merge of their own
+# Blocks of four warps on a multiprocessor by DIM, ROWS and the bytes of an element, as many as registers allow.
 _BLOCKS = {
-    (64, 8, 2): 4, (128, 8, 2): 3, (128, 16, 2): 2, (256, 8, 2): 2,
-    (64, 8, 1): 3, (128, 8, 1): 3, (128, 16, 1): 2, (256, 8, 1): 2,
+    (64, 8, 2): 2, (128, 8, 2): 2, (128, 16, 2): 2, (256, 8, 2): 1,
+    (64, 8, 1): 2, (128, 8, 1): 2, (256, 8, 1): 1,  # 16 rows would spill
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel, cut up how."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int = 0
 
 
 class Tile(NamedTuple):
     """How decode_mma.cu is compiled and started."""
 
-    kernel: Kernel
-    merge: Kernel | None  # None: no sequence can have two pieces
-    grid: tuple[int, int, int]
-    merge_grid: tuple[int, int, int]
-    threads: int
-    merge_threads: int
-    shared_bytes: int
+    split: Launch
+    merge: Launch | None  # None: no sequence can have two pieces
+    num_leaves: int  # of the longest sequence that the table can hold
     row_groups: int  # of a kv head: queries, and heads of them
     workspace_bytes: int
     work: tuple[int, ...]  # Work of decode_work.cuh
 
 
-def tile(dims: DecodeDims, device: _launch.DeviceInfo, splits: int, most: int) -> Tile | None:
+def tile(dims: DecodeDims, device: _launch.DeviceInfo) -> Tile | None:
     """None where the complete variant has to do it: see the shapes in decode_mma.cu."""
     widest, group, itemsize = max(dims.head_dim, dims.head_dim_v), dims.group, dims.cache_dtype.itemsize
     fits = dims.head_dim % 16 == 0 and dims.head_dim_v % 16 == 0 and widest <= _DIMS[-1] and dims.alignment >= 16
     if device.capability < (8, 0) or dims.dtype == _check.FLOAT32 or not fits or not dims.num_rows:
         return None
-    dim = next(d for d in _DIMS if widest <= d)
-    tile_rows = _tile_rows(dim, group, itemsize)
-    groups_of_query = -(-group // tile_rows)
-    row_groups = dims.seqlen_q * groups_of_query
-    of_sequence = dims.num_kv_heads * row_groups
-    shares = dims.batch * of_sequence
     if dims.num_pages >= 2**31 or dims.max_tokens > 2**29:
         return None
-    # A table that could hold many splits for each block: then a block takes FOLD of them.
-    folded = FOLD if shares * splits > FOLD_FROM * device.num_sms * _BLOCKS[dim, tile_rows, itemsize] else 1
-    pieces = -(-splits // folded)
-    items = tile_rows // 8 * steps(dim, itemsize)
-    special = dims.leftpad.bytes or dims.batch_idx.bytes or dims.num_new or dims.window[0] != UNBOUNDED
-    full = dims.head_dim == dims.head_dim_v == dim >= 128 // itemsize
-    divisors = of_sequence, dims.num_kv_heads, dims.page_size, most, groups_of_query
+    dim = next(d for d in _DIMS if widest <= d)
+    rows = _tile_rows(dim, group, itemsize)
+    groups_of_query = -(-group // rows)
+    row_groups = dims.seqlen_q * groups_of_query
+    shares = dims.num_kv_heads * row_groups
+    leaf, most = leaves(dim, rows)
+    warps, stages, blocks = _in_shared_memory(dim, rows, itemsize, device.capability)
+    longer = _power_of_two(-(-dims.max_tokens // (1024 * leaf)))  # than 1024 leaves: then they are longer too
+    num_leaves = max(-(-dims.max_tokens // (leaf * longer)), 1)
+    useful = shares * dims.batch * num_leaves  # warps, if every leaf had one
+    resident = min(device.num_sms * blocks * warps, _MOST_WARPS)
+    grid = -(-max(min(resident, useful), shares) // warps)
+    teams = grid * warps // shares
+    slots, groups = num_slots(teams, dims.batch, dims.max_tokens, leaf, most)
+    plain, several = _is_plain(dims), dims.max_tokens > leaf
+    kernel, merge = (_kernel(dims.dtype, dims.cache_dtype, dim, rows, n) for n in (plain, None))
+    shared = _SHARED + warps * (_private_bytes(dim, rows) + stages * _tile_bytes(dim, itemsize))
+    alone, merge_shape = _merge_shape(dims, shares, rows // 8 * dim // 16 // _SET, leaf, device.num_sms)
+    full = dims.head_dim == dims.head_dim_v == dim
+    divisors = shares, dims.num_kv_heads, dims.page_size, groups_of_query
     strides = (n * itemsize for n in (*dims.k[:2], *dims.v[:2]))
     return Tile(
-        _kernel("", dims.dtype, dims.cache_dtype, dim, tile_rows),
-        _kernel("_merge", dims.dtype, dims.cache_dtype, dim, tile_rows) if pieces > 1 else None,
-        (shares, pieces, 1), (shares, 1, 1), 32 * _WARPS, items * 32, shared_bytes(dim, tile_rows, itemsize),
-        row_groups, workspace_bytes(shares, splits, group, dim, itemsize) if pieces > 1 else 0,
-        (dims.batch, dims.seqlen_q == 1 and not special, dims.page_size % 16 == 0, folded, full,
-         dims.k[:2] == dims.v[:2], *(n for d in divisors for n in _divider(d)), *strides),
+        Launch(kernel, (grid, 1, 1), (32 * warps, 1, 1), shared), Launch(merge, *merge_shape) if several else None,
+        num_leaves, row_groups, workspace_bytes(shares, slots, dims.batch, group, dim, rows) if several else 0,
+        (dims.batch, -(-dims.batch // (32 * warps)), teams, slots, groups, stages, dims.page_size % _TILE == 0, full, alone, *_POLICIES,
+         *(n for d in divisors for n in _divider(d)), *strides),
     )  # fmt: skip
+
+
+def _is_plain(dims: DecodeDims) -> bool:
+    """PLAIN of decode_mma.cu: see decode_work.cuh."""
+    special = dims.leftpad.bytes or dims.batch_idx.bytes or dims.num_new or dims.new.rotary is not None
+    sees_all = dims.seqlen_q == 1 and dims.window[0] == UNBOUNDED
+    return not special and sees_all and dims.page_size % _TILE == 0 and dims.table.bytes == 4
+
+
+def _merge_shape(
+    dims: DecodeDims, shares: int, sets: int, leaf: int, num_sms: int
+) -> tuple[int, tuple[tuple[int, int, int], tuple[int, int, int], int]]:
+    """merge_alone of Work; grid, block and shared memory of the merge. `sets`: of items, one for a warp.
+
+    With few shares all warps of a block take the groups of a set. With many each warp has a set to itself, and what is
+    long has blocks of the other kind besides.
+    """
+    few = dims.batch * shares * sets < _FEW * num_sms
+    together = few or dims.max_tokens > _LONG * leaf
+    warps, alone = (8, 0) if few else (sets, 1)
+    received = _RECEIVED * (warps * _BATCH + (_GROUPS if together else 0))
+    return alone, ((dims.batch * shares, alone + (sets if together else 0), 1), (32 * warps, 1, 1), received)
 
 
 def _tile_rows(dim: int, group: int, itemsize: int) -> int:
@@ -75,22 +115,65 @@ def _tile_rows(dim: int, group: int, itemsize: int) -> int:
     return 16 if group > 8 and (dim, 16, itemsize) in _BLOCKS else 8
 
 
-def steps(dim: int, itemsize: int) -> int:
-    """Tiles of 16 features: rows are read in lines of 128 bytes."""
-    return max(dim * itemsize // 128, 1) * 8 // itemsize
+def leaves(dim: int, rows: int) -> tuple[int, int]:
+    """LEAF and MOST of decode_mma.cu: tokens of a leaf, leaves of a group."""
+    return (128, 4) if dim * rows > 1024 else (64, 16)
 
 
-def workspace_bytes(shares: int, splits: int, group: int, dim: int, itemsize: int) -> int:
-    """Workspace of decode_work.cuh; `shares`: row groups of all kv heads and sequences."""
-    columns, pairs = _tile_rows(dim, group, itemsize) // 8, -(-min(group, 8) // 2)
-    return shares * splits * columns * pairs * (steps(dim, itemsize) * 8 + 1) * 16
+def _tile_bytes(dim: int, itemsize: int) -> int:
+    return 2 * _TILE * dim * itemsize
 
 
-def most_workspace_bytes(tokens: int, num_kv_heads: int, group: int, splits: int, head_dim: int) -> int:
-    """Of whatever tile runs; `tokens`: queries of all sequences."""
-    tiles = [(dim, itemsize) for dim in _DIMS for itemsize in (1, 2) if splits > 1 and head_dim <= dim]
-    shares = tokens * num_kv_heads
-    return max((workspace_bytes(shares * -(-group // 8), splits, group, *tile) for tile in tiles), default=0)
+def _private_bytes(dim: int, rows: int) -> int:
+    """What a warp has in shared memory besides its tiles."""
+    return rows * (dim + _QUERY_PAD) * 2 + _TICKETS
+
+
+def _in_shared_memory(dim: int, rows: int, itemsize: int, capability: tuple[int, int]) -> tuple[int, int, int]:
+    """Warps of a block, tiles of a warp, blocks of a multiprocessor: a ring of some 24 KB a warp, 16 at least."""
+    kilobytes = 227 if capability[0] in (9, 10) else 163 if capability in ((8, 0), (8, 7)) else 99
+    size, most = _tile_bytes(dim, itemsize), _BLOCKS[dim, rows, itemsize]
+    for blocks, warps in ((most, 4), (1, 4), (1, 2)):
+        room = (kilobytes * 1024 // blocks - 1024 - _SHARED) // warps - _private_bytes(dim, rows)
+        for stages in (_MOST_STAGES, 3, 2):  # those that decode_mma.cu can wait for
+            if min(16384, _MOST_STAGES * size) <= stages * size <= min(room, max(24576, 3 * size)):
+                return warps, stages, blocks
+    raise AssertionError("two warps with two tiles each fit a multiprocessor since sm_80")
+
+
+def num_slots(teams: int, batch: int, max_tokens: int, leaf: int, most: int) -> tuple[int, int]:
+    """Places for partial states, and groups that a sequence can have: PieceSizes of decode_work.cuh gives none twice."""
+    groups = max(min(-(-max_tokens // (leaf * most)), 1024 // most), 1)
+    line = batch * max(max_tokens, _TILE)
+    return batch * (groups + 1) + min(14 * teams, line // leaf) + 1, groups
+
+
+def workspace_bytes(shares: int, slots: int, batch: int, group: int, dim: int, rows: int) -> int:
+    """Workspace of decode_work.cuh; `shares`: row groups of all kv heads of a sequence."""
+    columns, pairs = rows // 8, -(-min(group, 8) // 2)
+    return batch * 16 + shares * slots * columns * pairs * (dim // 16 * 8 + 1) * 16
+
+
+def most_workspace_bytes(
+    batch: int, seqlen_q: int, num_kv_heads: int, group: int, max_tokens: int, head_dim: int
+) -> int:
+    """Of the tile for such heads, whatever the device and the cache's dtype."""
+    if not num_kv_heads * group or head_dim > _DIMS[-1]:
+        return 0
+    found, dim = [0], next(d for d in _DIMS if head_dim <= d)
+    for rows in {_tile_rows(dim, group, itemsize) for itemsize in (1, 2)}:
+        leaf, most = leaves(dim, rows)
+        shares = max(num_kv_heads * seqlen_q * -(-group // rows), 1)
+        teams = (max(_MOST_WARPS, shares) + 3) // shares  # a grid has whole blocks, of four warps at most
+        slots, _ = num_slots(teams, batch, max_tokens, leaf, most)
+        if max_tokens > leaf:
+            found.append(workspace_bytes(shares, slots, batch, group, dim, rows))
+    return max(found)
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest that is at least n."""
+    return 1 << (n - 1).bit_length() if n > 0 else 1
 
 
 def _divider(d: int) -> tuple[int, int, int]:
@@ -99,17 +182,15 @@ def _divider(d: int) -> tuple[int, int, int]:
     return d, -(-(2 ** (31 + shift)) // d), shift
 
 
-def shared_bytes(dim: int, rows: int, itemsize: int) -> int:
-    """Shared of decode_mma.cu."""
-    columns = rows // 8
-    return _PIECE_BYTES + columns * steps(dim, itemsize) * 32 * (8 + _WARPS * 16 + 32) + _WARPS * columns * 64
-
-
-def _kernel(step: str, dtype: np.dtype, cache_dtype: np.dtype, dim: int, rows: int) -> Kernel:
+def _kernel(dtype: np.dtype, cache_dtype: np.dtype, dim: int, rows: int, plain: bool | None) -> Kernel:
+    """With `plain` None the merge."""
+    numbers = {"DIM": dim, "ROWS": rows}
     types = {"T": _check.CUDA_TYPES[dtype], "C": _check.CUDA_TYPES[cache_dtype]}
-    numbers = {"DIM": dim, "ROWS": rows, "BLOCKS": _BLOCKS[dim, rows, cache_dtype.itemsize]}
-    numbers["SHARED"] = shared_bytes(dim, rows, cache_dtype.itemsize)
-    return Kernel("decode_mma.cu", f"cuattn_decode_mma{step}", (*types.items(), *numbers.items()))
+    if plain is None:
+        return Kernel("decode_merge_mma.cu", "cuattn_decode_merge_mma", (*types.items(), *numbers.items()))
+    numbers |= {"PLAIN": int(plain), "BLOCKS": _BLOCKS[dim, rows, cache_dtype.itemsize], "SHARED": _SHARED}
+    numbers |= {"PRIVATE": _private_bytes(dim, rows), "TILE": _tile_bytes(dim, cache_dtype.itemsize)}
+    return Kernel("decode_mma.cu", "cuattn_decode_mma", (*types.items(), *numbers.items()))
 
 
 def kernels() -> Iterator[Kernel]:
@@ -118,4 +199,4 @@ def kernels() -> Iterator[Kernel]:
         for cache_dtype in (dtype, _check.FLOAT8):
             for dim, rows, itemsize in _BLOCKS:
                 if itemsize == cache_dtype.itemsize:
-                    yield from (_kernel(step, dtype, cache_dtype, dim, rows) for step in ("", "_merge"))
+                    yield from (_kernel(dtype, cache_dtype, dim, rows, plain) for plain in (True, False, None))

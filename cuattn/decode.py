@@ -17,7 +17,7 @@ _SPLIT_INPUTS = operator.itemgetter(
     "rotary_cos", "rotary_sin", "alibi_slopes", "sinks", "k_scale", "v_scale",
 )  # fmt: skip
 _MERGE_INPUTS = operator.itemgetter("cache_seqlens", "cache_batch_idx", "sinks")
-_MMA_MERGE_INPUTS = operator.itemgetter("cache_seqlens", "cache_batch_idx", "cache_leftpad", "sinks", "v_scale")
+_MMA_MERGE_INPUTS = operator.itemgetter("sinks", "v_scale")
 
 
 def decode(
@@ -105,8 +105,11 @@ def decode(
 
     Notes
     -----
-    A sequence is cut into at most ``min(max(384 // num_kv_heads, 16), 128)`` splits of at least 256 tokens, a function
-    of its own length: its bits don't depend on the batch, on the width of the table or on the order of pages. Reads
+    A sequence is cut into splits, a function of its own length: its bits don't depend on the batch, on the width of the
+    table or on the order of pages. On tensor cores (float16 and bfloat16 queries, head_dim and head_dim_v multiples of
+    16 up to 256, rows of pages at multiples of 16 bytes) they are leaves of 64 or 128 tokens, twice that beyond 1024
+    leaves and so on, merged in a fixed tree; how many of them are computed in one go follows from the work of the batch
+    and changes no bit. Else there are at most ``min(max(384 // num_kv_heads, 16), 128)`` of at least 256 tokens. Reads
     ``sum(cache_seqlens) * num_kv_heads * (head_dim + head_dim_v) * itemsize`` bytes.
     """
     call, factors, scaled = _call("decode", {
@@ -188,13 +191,13 @@ def decode_workspace_size(
     Returns
     -------
     int
-        A multiple of 4; 0 up to 256 tokens. It does not grow beyond that of 128 splits.
+        A multiple of 4; 0 up to 64 tokens. `plan_decode` asks for less on most devices.
     """
     splits = _plan_decode.splits_within(max_tokens, num_kv_heads)
     group = num_heads // max(num_kv_heads, 1)
     return max(
         _plan_decode.workspace_bytes(batch * seqlen_q * num_heads, head_dim, splits),
-        _plan_decode_mma.most_workspace_bytes(batch * seqlen_q, num_kv_heads, group, splits, head_dim),
+        _plan_decode_mma.most_workspace_bytes(batch, seqlen_q, num_kv_heads, group, max_tokens, head_dim),
     )
 
 

@@ -66,7 +66,13 @@ cuattn_decode_split(const T* q, C* k_pages, C* v_pages, const void* block_table,
     const unsigned g = blockIdx.y / unsigned(at.row_groups), group = unsigned(at.group);
     const Scales k_scales{k_scale, k_factor, at.k_scale}, v_scales{v_scale, v_factor, at.v_scale};
     if (at.seqlen_new) {
-        append_tokens(b, s, g, own, new_k, new_v, cos, sin, k_pages, v_pages, block_table, k_scales, v_scales, at);
+        const int64 size = split_size(own.length, int(at.max_splits));
+        const int begin = int(max(s * size, int64(own.past))), end = int(min((s + 1) * size, int64(own.length)));
+        if (begin < end) {
+            append_tokens(b, begin, end, g, own, threadIdx.x, THREADS, new_k, new_v, cos, sin, k_pages, v_pages,
+                          block_table, k_scales, v_scales, at);
+        }
+        __syncthreads();
     }
     const int first_row = int(blockIdx.y - g * unsigned(at.row_groups)) * ROWS;
     const int rows = min(ROWS, int(at.seqlen_q * at.group) - first_row);

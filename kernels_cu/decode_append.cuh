@@ -1,8 +1,8 @@
-// decode_append.cuh - new tokens of a decode call, written to their pages by the blocks that then attend to them.
+// decode_append.cuh - new tokens of a decode call, written to their pages by those who then attend to them.
 //
-// A block of (sequence b, kv head g, split s) writes head g of those tokens whose positions lie in split s, before it
-// reads any key, whether or not a query of its own sees them. So no block waits for another. Where several blocks share
-// b, g and s, one for each few query rows, all of them write: the same values to the same bytes.
+// The block or warp that has a piece of sequence b for kv head g writes head g of the new tokens in that piece, before it
+// reads a key of it, whether or not a query of its own sees them. So none waits for another. Where several share a piece,
+// one for each few query rows, all of them write: the same values to the same bytes.
 // Bits     those of append_kv. A token without a place, behind the table or in a page that doesn't exist, is skipped.
 // Oracle: reference/decode.py, reference/paged.py
 #pragma once
@@ -20,18 +20,15 @@ __device__ __forceinline__ C stored(const T* row, int d, const Angles& by, const
     return x;
 }
 
-// All threads of the block; what they wrote is visible to them all afterwards.
+// Tokens begin .. end - 1 of a sequence, by `threads` threads of which this is number `thread`; the caller synchronises.
 template <typename T, typename C>
-__device__ __forceinline__ void append_tokens(int64 b, int s, int g, const Sequence& own, const T* k, const T* v,
-                                              const void* cos, const void* sin, C* k_pages, C* v_pages,
-                                              const void* block_table, const Scales& k_scales, const Scales& v_scales,
-                                              const DecodeLayout& at) {
-    const int64 size = split_size(own.length, int(at.max_splits));
-    const int begin = int(max(s * size, int64(own.past))), end = int(min((s + 1) * size, int64(own.length)));
-    if (begin >= end) return;
+__device__ __forceinline__ void append_tokens(int64 b, int begin, int end, int g, const Sequence& own, int thread,
+                                              int threads, const T* k, const T* v, const void* cos, const void* sin,
+                                              C* k_pages, C* v_pages, const void* block_table, const Scales& k_scales,
+                                              const Scales& v_scales, const DecodeLayout& at) {
     const unsigned widest = unsigned(max(at.head_dim, at.head_dim_v)), count = unsigned(end - begin) * widest;
     const Divisor by_k(k_scales.of(g)), by_v(v_scales.of(g));
-    for (unsigned n = threadIdx.x; n < count; n += blockDim.x) {
+    for (unsigned n = thread; n < count; n += threads) {
         const unsigned t = n / widest, d = n - t * widest;
         const int j = begin + int(t), i = j - own.past;
         const Slot slot = token_at(j, block_table, own.row, at);
@@ -43,7 +40,6 @@ __device__ __forceinline__ void append_tokens(int64 b, int s, int g, const Seque
         if (d < at.head_dim) k_pages[at.k.at(slot, g) + d] = x;
         if (d < at.head_dim_v) v_pages[at.v.at(slot, g) + d] = y;
     }
-    __syncthreads();
 }
 
 }  // namespace cuattn

@@ -1,270 +1,233 @@
-// decode_mma.cuh - 16 tokens of a paged cache on tensor cores: K and V from memory into fragments, scores, output.
+// decode_mma.cuh - 16 tokens of a paged cache on tensor cores: from memory through shared memory, scores, output.
 //
 // S^T = K Q^T and O^T = V^T P^T by m16n8k16, with g = lane / 4, t = lane % 4; chunks are 16 bytes of a row of K or V.
-// K        a lane loads chunks t, t + 4, ... of tokens g and g + 8. Q is permuted as K lies: which features make a
-//          k-step doesn't matter. See Scores.
-// V        a lane loads chunk g of tokens 2t, 2t + 1, 2t + 8, 2t + 9. A word of each of two tokens, two features: a
-//          fragment.
+// Shared   a tile has its rows of K, then those of V, each ROW_BYTES; chunk c of row j lies at c ^ turn(j), so eight rows
+//          of a chunk, which a matrix load reads, lie in eight different banks.
+// K        16 bit: a k-step is two chunks. float8: a lane's four bytes are two pairs, so a k-step is a chunk, with the
+//          features in another order, which Q follows: see feature_of_query.
+// V        16 bit: an item, 16 features, is two chunks. float8: one; rows g and g + 8 are its features 2g and 2g + 1.
 // P        S^T as it comes, transposed by movmatrix.
 #pragma once
-#include "decode_work.cuh"
-#include "mma.cuh"
+#include "decode_softmax.cuh"
 
 namespace cuattn {
 
 template <bool YES, typename A, typename B> struct Select { using type = A; };
 template <typename A, typename B> struct Select<false, A, B> { using type = B; };
-template <typename X> constexpr bool IS_HALF = false;
-template <> constexpr bool IS_HALF<__half> = true;
-
 struct MmaLayout {
     DecodeLayout at;
     Work work;
 };
 
+// A tile on its way: its first token, which of its tokens are there, what ends with it, where its piece's state goes
+// (-1: it is all of sequence b).
+struct alignas(16) Ticket {
+    static constexpr unsigned THERE = 0xffff, LEAF_ENDS = 1 << 16, SPLIT_ENDS = 1 << 17, PIECE_ENDS = 1 << 18,
+                              NOTHING = 1 << 19;
+    int start;
+    unsigned bits;
+    int slot, b;
+};
+
 // T: __half or __nv_bfloat16; C: T or __nv_fp8_e4m3; DIM: 64, 128 or 256; ROWS of queries: 8 or 16.
-template <typename T, typename C, int DIM, int ROWS> struct DecodeTile {
+template <typename T, typename C, int DIM, int ROWS, bool PLAIN> struct DecodeTile {
+    using Out = T;
     static constexpr bool FLOAT8 = sizeof(C) == 1;
     using M = typename Select<FLOAT8, __half, T>::type;                // what is multiplied: a float8 is exact as half
-    static constexpr int WARPS = 4, THREADS = 32 * WARPS, TOKENS = 16;
     static constexpr int COLUMNS = ROWS / 8;                          // of 8 query rows
-    static constexpr int CHUNK = 16 / sizeof(C);                      // features
-    static constexpr int LINES = DIM * sizeof(C) <= 128 ? 1 : DIM * sizeof(C) / 128;
-    // Lines of a row in registers.
-    static constexpr int HELD = DIM * COLUMNS > 128 && (FLOAT8 || COLUMNS > 1) ? 1 : LINES > 2 ? 2 : LINES;
-    static constexpr int STEPS = LINES * CHUNK / 2;                   // k-steps of K, and tiles of 16 features of V
-    // A weight is exp2(S - top + RAISE), with top at most SLACK below the largest score: so a new largest score seldom
-    // makes what was summed up shrink, and half, which is coarse below 2^-14, has room above.
-    static constexpr float SLACK = 7.f, RAISE = IS_HALF<M> ? 8.f : 0.f;
+    static constexpr int STEPS = DIM / 16;                            // k-steps of K, and items of V
+    static constexpr int ROW_BYTES = DIM * sizeof(C), CHUNKS = ROW_BYTES / 16;
+    static constexpr int BYTES = 2 * TILE * ROW_BYTES;                 // of a tile
+    static constexpr int QUERY = DIM + 8;                             // elements of a row of queries in shared memory
+    static constexpr bool WIDE = DIM * COLUMNS > 128;                  // then registers hold one level of the tree less
+    static constexpr int LEAF = WIDE ? 128 : 64, MOST = WIDE ? 4 : 16;
+    using Cut = SequenceCut<LEAF, MOST, PLAIN>;
+    using Pieces = PieceSizes<LEAF, MOST, PLAIN>;
 
-    struct Lines { uint4 x[4 * HELD]; };     // of my four tokens of a tile
+    __device__ __forceinline__ static int turn(int row) {
+        return ROW_BYTES >= 128 ? row % 8 : row * ROW_BYTES / 128 % 4;
+    }
 
-    // Where a tile of 16 tokens lies: one page and the offset of its first token if page_size is a multiple of 16, else
-    // those of token lane % 16. An entry of the table is asked for early and looked at late.
-    struct Place {
-        int entry, offset;                   // offset -1: nothing is there
+    // The rows of the cache that a lane copies: its chunk of token lane / CHUNKS of page 0, and how much of it there is.
+    struct Rows {
+        const char* first;
+        int bytes;                                                     // 0 or 16
 
-        // keys is not empty.
-        __device__ __forceinline__ static Place of(int start, const char* table_row, const Keys& keys,
-                                                   const MmaLayout& layout) {
-            const Indices& table = layout.at.table;
-            const int j = start + (layout.work.aligned ? 0 : threadIdx.x % 16), last = layout.work.aligned ? 15 : 0;
-            const bool inside = j < keys.end && j + last >= keys.begin;
-            const unsigned near = min(max(j, keys.begin), keys.end - 1), index = layout.work.page_size.divide(near);
-            const int* const entry = reinterpret_cast<const int*>(table_row + index * table.step * table.bytes);
-            const bool small = table.bytes == 4 || entry[1] == 0;                // an int32, or an int64 like one
-            return {entry[0], inside && small ? j - int(index) * int(layout.at.page_size) : -1};
+        __device__ __forceinline__ Rows(const C* head, int64 row_bytes, int64 head_dim) {
+            const int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
+            first = kept(reinterpret_cast<const char*>(head) + lane / CHUNKS * row_bytes + chunk * 16);
+            bytes = chunk * 16 < int(head_dim * sizeof(C)) ? 16 : 0;
         }
-        __device__ __forceinline__ bool valid(const MmaLayout& layout) const {
+    };
+
+    // Where a tile lies: one page and the offset of its first token if page_size is a multiple of 16, else those of token
+    // lane % 16. The entry of the table is asked for early and looked at late.
+    struct Place {
+        int entry, offset;                                             // offset -1: an int64 below 0 or from 2^32 on
+
+        __device__ __forceinline__ static Place of(int start, int last, const char* table_row, const MmaLayout& layout) {
+            const Indices& table = layout.at.table;
+            if (PLAIN) {
+                const unsigned index = layout.work.page_size.divide(start);
+                const int entry = reinterpret_cast<const int*>(table_row)[index * table.step];
+                return {entry, start - int(index) * int(layout.at.page_size)};
+            }
+            const int j = min(start + (layout.work.aligned ? 0 : int(threadIdx.x % TILE)), last);
+            const unsigned index = layout.work.page_size.divide(j);
+            const int* const entry = reinterpret_cast<const int*>(table_row + index * table.step * table.bytes);
+            const bool small = table.bytes == 4 || entry[1] == 0;
+            return {entry[0], small ? j - int(index) * int(layout.at.page_size) : -1};
+        }
+        __device__ __forceinline__ bool exists(const MmaLayout& layout) const {
             return offset >= 0 && unsigned(entry) < unsigned(layout.at.num_pages);
         }
-        // Bit n: token n is there.
-        __device__ __forceinline__ unsigned present(int start, const Keys& keys, const MmaLayout& layout) const {
-            if (!layout.work.aligned) return __ballot_sync(ALL, valid(layout)) & 0xffff;
-            if (!valid(layout)) return 0;
-            if (start >= keys.begin && start + 16 <= keys.end) return 0xffff;
-            const int from = max(keys.begin - start, 0), to = min(keys.end - start, 16);
-            return from >= to ? 0 : (0xffffu >> (16 - to)) & (0xffffu << from);
+        // Of the tokens `wanted`, a bit each, those whose page exists.
+        __device__ __forceinline__ unsigned present(unsigned wanted, const MmaLayout& layout) const {
+            const bool mine = exists(layout);
+            if (PLAIN || layout.work.aligned) return mine ? wanted : 0;
+            return wanted & __ballot_sync(ALL, mine);
+        }
+        __device__ __forceinline__ int64 bytes(const PageBytes& of) const {
+            return unsigned(entry) * of.page + unsigned(offset) * of.row;
         }
     };
 
-    // Where the rows of a cache begin, for each lane: its chunk of token 0 of page 0, or of token `token` of a tile whose
-    // tokens lie in one page.
-    struct Rows {
-        const char* pages;
+    // Chunk `chunk` of row `row` of a tile, in bytes.
+    __device__ __forceinline__ static int place_of(int row, int chunk) {
+        return row * ROW_BYTES + (chunk ^ turn(row)) * 16;
+    }
 
-        __device__ __forceinline__ Rows(const C* head, int token, int chunk, const PageBytes& bytes, bool aligned) {
-            pages = reinterpret_cast<const char*>(head) + chunk * 16 + (aligned ? token * bytes.row : 0);
-        }
-        // Bytes from there to the tile. For a token that is not there another stands in; one must be there.
-        __device__ __forceinline__ static int64 to(const Place& place, const PageBytes& bytes,
-                                                   const MmaLayout& layout) {
-            int64 own = unsigned(place.entry) * bytes.page + unsigned(place.offset) * bytes.row;
-            if (!layout.work.aligned) {
-                const bool valid = place.valid(layout);
-                const int stand_in = __ffs(__ballot_sync(ALL, valid)) - 1;
-                own = __shfl_sync(ALL, own, valid ? int(threadIdx.x % 32) : stand_in);
+    // Asks for a tile; what is not there becomes 0. A whole one in one page takes a fifth of the instructions.
+    __device__ __forceinline__ static void copy(char* tile, const Place& place, unsigned there, const Rows& k,
+                                                const Rows& v, L2Policy policy, const MmaLayout& layout) {
+        constexpr int TOKENS = 32 / CHUNKS;                            // that a warp copies at once
+        const int lane = threadIdx.x % 32, token = lane / CHUNKS, chunk = lane % CHUNKS;
+        const int64 k_own = place.bytes(layout.work.k), v_own = place.bytes(layout.work.v);
+        const int64 k_step = TOKENS * layout.work.k.row, v_step = TOKENS * layout.work.v.row;
+        const int mine = place_of(token, chunk);                       // n and token have no bit in common
+        if ((PLAIN || layout.work.aligned) && layout.work.full && there == Ticket::THERE) {
+            const char *from_k = k.first + k_own, *from_v = v.first + v_own;
+#pragma unroll
+            for (int n = 0; n < TILE; n += TOKENS, from_k += k_step, from_v += v_step) {
+                char* const to = tile + (mine ^ turn(n) * 16) + n * ROW_BYTES;
+                copy_async(to, from_k, k.bytes, policy);
+                copy_async(to + TILE * ROW_BYTES, from_v, v.bytes, policy);
             }
-            return own;
+            return;
         }
-        // My chunk of token token + offset.
-        __device__ __forceinline__ const char* at(int offset, int64 own, int token, const PageBytes& bytes,
-                                                       const MmaLayout& layout) const {
-            return pages + (layout.work.aligned ? own + offset * bytes.row : __shfl_sync(ALL, own, token + offset));
+#pragma unroll 1
+        for (int n = 0; n < TILE; n += TOKENS) {                       // each row may have a place of its own
+            const int j = n + token, some = there >> j & 1;
+            const int from = PLAIN || layout.work.aligned ? lane : j;
+            const int64 row = PLAIN || layout.work.aligned ? n : -token;
+            const int64 k_row = __shfl_sync(ALL, k_own, from) + row * layout.work.k.row;
+            const int64 v_row = __shfl_sync(ALL, v_own, from) + row * layout.work.v.row;
+            char* const to = tile + (mine ^ turn(n) * 16) + n * ROW_BYTES;
+            copy_async(to, k.first + k_row, some * k.bytes, policy);
+            copy_async(to + TILE * ROW_BYTES, v.first + v_row, some * v.bytes, policy);
         }
-    };
+    }
 
-    // K of tokens g and g + 8, a chunk of every 64 bytes: x[half * 2 * HELD + chunk]. What a row doesn't have is 0.
-    __device__ __forceinline__ static void load_k(Lines& k, const Rows& rows, int64 own, int first_line,
-                                                  const MmaLayout& layout) {
+    // The feature of Q that lane t has first in a fragment; then come + 1, + APART, + APART + 1.
+    static constexpr int APART = FLOAT8 ? 2 : 8;
+    __device__ __forceinline__ static int feature_of_query(int step, int t) { return step * 16 + t * (FLOAT8 ? 4 : 2); }
+    // The two features of an item that a lane has.
+    __device__ __forceinline__ static int feature_of_value(int item, int lane, int second) {
+        return item * 16 + (FLOAT8 ? lane / 4 * 2 + second : lane / 4 + second * 8);
+    }
+
+    // A fragment of B: row 8 n + g of the queries.
+    __device__ __forceinline__ static uint2 query_of(const T (&query)[ROWS][QUERY], int n, int step) {
         const int lane = threadIdx.x % 32;
-        const char* const row[2] = {rows.at(0, own, lane / 4, layout.work.k, layout) + first_line * 128,
-                                    rows.at(8, own, lane / 4, layout.work.k, layout) + first_line * 128};
-#pragma unroll
-        for (int n = 0; n < 4 * HELD; ++n) {
-            const int half = n / (2 * HELD), chunk = n % (2 * HELD);
-            if (layout.work.full || ((first_line * 2 + chunk) * 4 + lane % 4) * CHUNK < int(layout.at.head_dim)) {
-                k.x[n] = load_once(row[half] + chunk * 64);
-            } else if (HELD < LINES) {
-                k.x[n] = uint4{0, 0, 0, 0};              // and not what another line left there
-            }
-        }
+        const T* const x = query[8 * n + lane / 4] + feature_of_query(step, lane % 4);
+        return {*reinterpret_cast<const unsigned*>(x), *reinterpret_cast<const unsigned*>(x + APART)};
     }
 
-    // V of tokens 2t, 2t + 1, 2t + 8, 2t + 9, a chunk of every line: x[n * HELD + line].
-    __device__ __forceinline__ static void load_v(Lines& v, const Rows& rows, int64 own, int first_line,
-                                                  const MmaLayout& layout) {
-        const int lane = threadIdx.x % 32;
-        const char* const row[4] = {rows.at(0, own, lane % 4 * 2, layout.work.v, layout) + first_line * 128,
-                                    rows.at(1, own, lane % 4 * 2, layout.work.v, layout) + first_line * 128,
-                                    rows.at(8, own, lane % 4 * 2, layout.work.v, layout) + first_line * 128,
-                                    rows.at(9, own, lane % 4 * 2, layout.work.v, layout) + first_line * 128};
+    // Tokens g and g + 8 of rows 2t and 2t + 1; `query` gives fragments of B.
+    template <typename Query>
+    __device__ __forceinline__ static void scores(float (&x)[COLUMNS][4], const char* tile, const Query& query) {
+        const int lane = threadIdx.x % 32, mine = place_of(lane % 16, lane / 16);
+        constexpr int SUMS = COLUMNS > 1 ? 1 : 2;                      // so that products wait less for each other
+        float s[COLUMNS][SUMS][4] = {};
 #pragma unroll
-        for (int n = 0; n < 4 * HELD; ++n) {
-            if (layout.work.full || ((first_line + n % HELD) * 8 + lane / 4) * CHUNK < int(layout.at.head_dim_v)) {
-                v.x[n] = load_once(row[n / HELD] + n % HELD * 128);
-            }
-        }
-    }
-
-    // A chunk as words of two numbers that are multiplied.
-    __device__ __forceinline__ static void words_of(const uint4& chunk, unsigned (&word)[CHUNK / 2]) {
-        const unsigned x[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+        for (int c = 0; c < CHUNKS; c += 2) {
+            unsigned a[4];
+            load_matrices(a, tile + (mine ^ c * 16));
+            if constexpr (FLOAT8) {
+                unsigned w[8];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if constexpr (FLOAT8) widen(x[i], word[2 * i], word[2 * i + 1]);
-            else word[i] = x[i];
-        }
-    }
-
-    // S^T of a tile. A fragment of A is a chunk as it was loaded: rows g and g + 8 are words 0, 2 and words 1, 3 of token
-    // g, or of token g + 8 in another. Each is multiplied by Q of words 0, 2 and by Q of words 1, 3, of both products half
-    // counts, and the halves are added up: twice the products, but no register has to be moved.
-    struct Scores {
-        float half[2][COLUMNS][2][4];        // token g or g + 8; words 0, 2 or 1, 3
-
-        __device__ __forceinline__ void clear() {
-#pragma unroll
-            for (int i = 0; i < COLUMNS * 16; ++i) half[i / (8 * COLUMNS)][i / 8 % COLUMNS][i / 4 % 2][i % 4] = 0.f;
-        }
-        __device__ __forceinline__ void add(const Lines& k, int first_line, const uint2 (&query)[COLUMNS][STEPS][32]) {
-#pragma unroll
-            for (int i = 0; i < 2 * HELD; ++i) {
-                unsigned word[2][CHUNK / 2];
-                words_of(k.x[i], word[0]), words_of(k.x[2 * HELD + i], word[1]);
-#pragma unroll
-                for (int j = 0; j < CHUNK / 8; ++j) {
-#pragma unroll
-                    for (int n = 0; n < COLUMNS; ++n) {
-#pragma unroll
-                        for (int odd = 0; odd < 2; ++odd) {
-                            const int step = ((first_line * 2 + i) * (CHUNK / 8) + j) * 2 + odd;
-                            const uint2 b = query[n][step][threadIdx.x % 32];
-#pragma unroll
-                            for (int token = 0; token < 2; ++token) {
-                                const unsigned (&w)[CHUNK / 2] = word[token];
-                                const unsigned a[4] = {w[4 * j], w[4 * j + 1], w[4 * j + 2], w[4 * j + 3]};
-                                multiply_add(half[token][n][odd], a, {b.x, b.y}, M());
-                            }
-                        }
-                    }
-                }
-            }
-        }
-        // Tokens g and g + 8 of rows 2t and 2t + 1.
-        __device__ __forceinline__ void gather(float (&x)[COLUMNS][4]) const {
-#pragma unroll
-            for (int n = 0; n < COLUMNS; ++n) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) x[n][e] = half[e / 2][n][0][e % 2] + half[e / 2][n][1][2 + e % 2];
-            }
-        }
-        // The feature of Q that lane t has first in a fragment; the others are + 1, + 4, + 5.
-        __device__ __forceinline__ static int feature(int step, int t) {
-            return (step / 2 / (CHUNK / 8) * 4 + t) * CHUNK + step / 2 % (CHUNK / 8) * 8 + step % 2 * 2;
-        }
-    };
-
-    // O^T += V^T P^T over the lines held.
-    __device__ __forceinline__ static void add_values(float (&o)[COLUMNS][STEPS][4], const Lines& v, int first_line,
-                                               const unsigned (&p)[COLUMNS][2]) {
-#pragma unroll
-        for (int line = 0; line < HELD; ++line) {
-            unsigned x[4][CHUNK / 2];
-#pragma unroll
-            for (int n = 0; n < 4; ++n) words_of(v.x[n * HELD + line], x[n]);
-#pragma unroll
-            for (int w = 0; w < CHUNK / 2; ++w) {
-                const unsigned a[4] = {__byte_perm(x[0][w], x[1][w], 0x5410), __byte_perm(x[0][w], x[1][w], 0x7632),
-                                       __byte_perm(x[2][w], x[3][w], 0x5410), __byte_perm(x[2][w], x[3][w], 0x7632)};
+                for (int i = 0; i < 4; ++i) widen(a[i], w[2 * i], w[2 * i + 1]);
 #pragma unroll
                 for (int n = 0; n < COLUMNS; ++n) {
-                    multiply_add(o[n][(first_line + line) * (CHUNK / 2) + w], a, p[n], M());
+                    const uint2 low = query(n, c), high = query(n, c + 1);
+                    multiply_add(s[n][0], {w[0], w[2], w[1], w[3]}, {low.x, low.y}, M());
+                    multiply_add(s[n][SUMS - 1], {w[4], w[6], w[5], w[7]}, {high.x, high.y}, M());
                 }
+            } else {
+#pragma unroll
+                for (int n = 0; n < COLUMNS; ++n) {
+                    const uint2 b = query(n, c / 2);
+                    multiply_add(s[n][c / 2 % SUMS], a, {b.x, b.y}, M());
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < COLUMNS * 4; ++i) {
+            x[i / 4][i % 4] = SUMS > 1 ? s[i / 4][0][i % 4] + s[i / 4][SUMS - 1][i % 4] : s[i / 4][0][i % 4];
+        }
+    }
+
+    // O^T += V^T P^T
+    __device__ __forceinline__ static void add_values(float (&o)[COLUMNS][STEPS][4], const char* tile,
+                                                      const unsigned (&p)[COLUMNS][2]) {
+        const int lane = threadIdx.x % 32, row = FLOAT8 ? lane % 16 : lane % 8 + lane / 16 * 8;
+        const int mine = place_of(row, FLOAT8 ? lane / 16 : lane / 8 % 2);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c += 2) {
+            unsigned a[4];
+            load_transposed(a, tile + TILE * ROW_BYTES + (mine ^ c * 16));
+            if constexpr (FLOAT8) {
+                unsigned w[8];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) widen(__byte_perm(a[i], 0, 0x3120), w[2 * i], w[2 * i + 1]);
+#pragma unroll
+                for (int n = 0; n < COLUMNS; ++n) {
+                    multiply_add(o[n][c], {w[0], w[1], w[2], w[3]}, p[n], M());
+                    multiply_add(o[n][c + 1], {w[4], w[5], w[6], w[7]}, p[n], M());
+                }
+            } else {
+#pragma unroll
+                for (int n = 0; n < COLUMNS; ++n) multiply_add(o[n][c / 2], a, p[n], M());
             }
         }
     }
 
-    // Values of tokens that are not there become 0: they may be NaN, and their weight is 0.
-    __device__ __forceinline__ static void clear_absent(Lines& v, unsigned there) {
+    using Stream = OnlineSoftmax<COLUMNS, STEPS, M>;
+};
+
+// Stores the two rows of an item: a share's result.
+template <typename Tile> struct Finish {
+    const float *sinks, *v_scale;
+    float v_factor;
+    typename Tile::Out* out;
+    float* lse;
+    const MmaLayout& layout;
+
+    __device__ __forceinline__ void operator()(const Partial& part, int b, const Share& my, int item, int lane) const {
+        const DecodeLayout& at = layout.at;
+        const int d0 = Tile::feature_of_value(item % Tile::STEPS, lane, 0), d1 = Tile::feature_of_value(item % Tile::STEPS, lane, 1);
+        const float scale = Scales{v_scale, v_factor, at.v_scale}.of(my.g);
 #pragma unroll
-        for (int n = 0; n < 4 * HELD; ++n) {
-            const int token = threadIdx.x % 4 * 2 + n / HELD % 2 + n / HELD / 2 * 8;
-            if (!(there >> token & 1)) v.x[n] = uint4{0, 0, 0, 0};
+        for (int c = 0; c < 2; ++c) {
+            const int r = item / Tile::STEPS * 8 + lane % 4 * 2 + c;
+            if (r >= my.rows) continue;
+            const int64 h = my.first_head + r;
+            typename Tile::Out* const row = out + at.out.at(b, my.query, h);
+            store_row(part, c, Tile::Stream::RAISE, scale, sink_of(sinks, h, at), d0 < at.head_dim_v ? row + d0 : nullptr,
+                      d1 < at.head_dim_v ? row + d1 : nullptr,
+                      d0 > 0 || lse == nullptr ? nullptr : lse + at.lse.at(b, my.query, h));
         }
     }
-
-    // An online softmax in progress: of rows 2t and 2t + 1 of each column the largest score, or SLACK less, and the sum,
-    // of all the output.
-    struct Stream {
-        float top[COLUMNS][2], sum[COLUMNS][2], o[COLUMNS][STEPS][4];
-
-        __device__ __forceinline__ void clear() {
-#pragma unroll
-            for (int n = 0; n < COLUMNS; ++n) {
-                top[n][0] = top[n][1] = -INFINITY, sum[n][0] = sum[n][1] = 0.f;
-#pragma unroll
-                for (int e = 0; e < STEPS * 4; ++e) o[n][e / 4][e % 4] = 0.f;
-            }
-        }
-        // The weights of 16 keys as fragments of P^T. What was summed up shrinks if one of them is the new largest.
-        __device__ __forceinline__ void weigh(float (&x)[COLUMNS][4], unsigned (&p)[COLUMNS][2]) {
-#pragma unroll
-            for (int n = 0; n < COLUMNS; ++n) {
-                float high[2] = {fmaxf(x[n][0], x[n][2]), fmaxf(x[n][1], x[n][3])};
-                if (__any_sync(ALL, high[0] - top[n][0] > SLACK || high[1] - top[n][1] > SLACK)) {
-#pragma unroll
-                    for (int c = 0; c < 2; ++c) {
-#pragma unroll
-                        for (int other = 4; other < 32; other *= 2) {
-                            high[c] = fmaxf(high[c], __shfl_xor_sync(ALL, high[c], other));
-                        }
-                        const float highest = high[c] - top[n][c] > SLACK ? high[c] : top[n][c];   // a row's own affair
-                        const float rescale = exp2_fast(top[n][c] - shift_of(highest));
-                        top[n][c] = highest, sum[n][c] *= rescale;
-#pragma unroll
-                        for (int step = 0; step < STEPS; ++step) o[n][step][c] *= rescale, o[n][step][2 + c] *= rescale;
-                    }
-                }
-#pragma unroll
-                for (int e = 0; e < 4; ++e) x[n][e] = exp2_fast((x[n][e] - shift_of(top[n][e % 2])) + RAISE);
-                sum[n][0] += x[n][0] + x[n][2], sum[n][1] += x[n][1] + x[n][3];
-                p[n][0] = transpose(pair_of(x[n][0], x[n][1], M()));
-                p[n][1] = transpose(pair_of(x[n][2], x[n][3], M()));
-            }
-        }
-        // Until here each lane has the sums of its own keys.
-        __device__ __forceinline__ void sum_up() {
-#pragma unroll
-            for (int n = 0; n < COLUMNS; ++n) {
-#pragma unroll
-                for (int other = 4; other < 32; other *= 2) {
-                    sum[n][0] += __shfl_xor_sync(ALL, sum[n][0], other);
-                    sum[n][1] += __shfl_xor_sync(ALL, sum[n][1], other);
-                }
-            }
-        }
-    };
 };
 
 }  // namespace cuattn

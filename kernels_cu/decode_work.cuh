@@ -1,19 +1,22 @@
-// decode_work.cuh - the pieces into which the tensor-core decode cuts its work, and the states that it merges.
+// decode_work.cuh - how the tensor-core decode shares its work among warps, and the states that it merges.
 //
-// A piece is one split of a sequence, or FOLD neighbouring ones, for a kv head and ROWS of its query heads. Pieces are
-// numbered by kv head first: blocks side by side read the same tokens at about the same time, which memory likes.
-// Merge    States are (max, sum, acc), in base 2 and not divided by the sum. The quarters of a split are merged in
-//          order, then FOLD neighbouring splits, then those groups: always, in one block or in several. So neither the
-//          batch nor the size of a piece changes a bit.
+// Tree     A sequence is cut into leaves of LEAF tokens, twice that where it is longer than 1024 LEAF, and so on; four
+//          leaves are a split, MOST leaves a group. Its state is that of the groups merged in order, a group's that of
+//          its splits, a split's that of its leaves: whoever does it. So neither the batch nor the device changes a bit.
+// PieceSizes   A leaf, a split or a group that a warp does by itself, as large as the work of all sequences allows.
+// Runs     All sequences lie behind each other on one line, each as long as it has tokens to read, TILE at least. The
+//          line is cut into `teams` equal runs; a piece belongs to the run in which it begins. A team is a warp for each
+//          share (kv head and row group) of a sequence: side by side, so all kv heads of a token are read at about the
+//          same time, which memory likes.
 #pragma once
 #include "decode.cuh"
 #include "mma.cuh"
 
 namespace cuattn {
 
-constexpr int FOLD = 4;
+constexpr int TILE = 16;                 // tokens that a warp multiplies at once
+constexpr int SPLIT = 4;                 // leaves of a split
 
-struct Splits { int first, end; };
 struct PageBytes { int64 page, row; };   // from page to page, from token to token
 
 // n / d for n < 2^31: n * magic >> (31 + shift), with magic = 2^(31 + shift) / d rounded up and 2^shift >= d.
@@ -26,71 +29,105 @@ struct Divider {
 };
 
 struct Work {
-    int64 batch;
-    int64 usual;                         // one query, no window, padding or batch index, and no new tokens
-    int64 aligned, folded;               // whether page_size is a multiple of 16; splits of a piece: 1 or FOLD
-    int64 full, alike;                   // whether rows of K and V fill their lines; whether K and V lie in pages alike
-    Divider shares, kv_heads, page_size, most_splits, groups_of_query;   // shares: of a sequence
+    int64 batch, chunk;                  // sequences; those of a thread that adds them up
+    int64 teams, slots, groups;          // slots: of the workspace; groups: that a sequence can have
+    int64 stages;                        // tiles of a warp in shared memory
+    int64 aligned, full;                 // whether page_size is a multiple of TILE; whether rows fill those of a tile
+    int64 merge_alone;                   // blockIdx.y from there on: all warps of a block of the merge for one set of items
+    L2Policy usual, first_out, last_out; // lines of L2 like any other, that go first, that go last
+    Divider shares, kv_heads, page_size, groups_of_query;            // shares: of a sequence
     PageBytes k, v;
 };
 
-// A piece: which splits of which sequence, and ROWS heads of one query at most, so that all its rows see the same keys.
-// blockIdx.x counts kv heads, then row groups, then sequences; blockIdx.y is the number of the piece.
-struct alignas(16) Piece {
-    Sequence own;
-    int b, g, row_group, size;           // size: tokens of a split
-    Splits used, mine;                   // of the sequence: those in which a query sees a key or that have new tokens
-    int query, first_head, rows;         // row r is query head first_head + r
-    Keys keys;                           // that they see, if they are there
+// Of a plain call, PLAIN, the code is short: one query, which sees all tokens; no batch index, padding, new tokens or
+// rotation; page_size is a multiple of TILE, and the table is of int32.
+template <bool PLAIN>
+__device__ __forceinline__ Sequence sequence_of(int b, const void* lengths, const void* batch_idx, const void* leftpad,
+                                                const DecodeLayout& at) {
+    if (!PLAIN) return sequence_of(int64(b), lengths, batch_idx, leftpad, at);
+    const int length = int(min(max(at.lengths.read(lengths, b), int64(0)), at.max_tokens));
+    return {b, length, length, 0};
+}
 
-    __device__ __forceinline__ Piece(int most_rows, const void* lengths, const void* batch_idx, const void* leftpad,
-                                     const Work& work, const DecodeLayout& at) {
-        const int folded = int(work.folded);
-        b = int(work.shares.divide(blockIdx.x));
-        const int share = int(blockIdx.x) - b * int(work.shares.d);
-        row_group = int(work.kv_heads.divide(share)), g = share - row_group * int(work.kv_heads.d);
+// A share of a sequence: ROWS heads at most of one query, so that all its rows see the same keys.
+struct Share {
+    int g, query, first_head, rows;      // row r is query head first_head + r
+
+    __device__ __forceinline__ Share(int share, int most_rows, const Work& work, const DecodeLayout& at) {
+        const int row_group = int(work.kv_heads.divide(share));
+        g = share - row_group * int(work.kv_heads.d);
         query = int(work.groups_of_query.divide(row_group));
         const int before = (row_group - query * int(work.groups_of_query.d)) * most_rows;
         first_head = g * int(at.group) + before, rows = min(most_rows, int(at.group) - before);
-        if (work.usual) {                // few instructions: all that a block does before its first load costs time
-            const int length = int(min(max(at.lengths.read(lengths, b), int64(0)), at.max_tokens));
-            own = {b, length, length, 0};
-            size_of(length, work);
-            used = {0, splits_of(length)};
-            mine = {int(blockIdx.y) * folded, 0};
-            mine.end = mine.first + min(splits_of(length - mine.first * size), folded);
-            keys = {min(mine.first * size, length), min(mine.end * size, length)};
-            return;
-        }
-        own = sequence_of(b, lengths, batch_idx, leftpad, at);
-        size_of(own.length, work);
-        used = {0, max(int(unsigned(own.length + size - 1) / unsigned(size)), 1)};
-        const int seen = int(min(max(own.length - at.seqlen_q - at.window_left, int64(own.first)), int64(own.past)));
-        if (seen >= size) used.first = min(int(unsigned(seen) / unsigned(size)), used.end - 1);
-        const int number = used.first / folded + int(blockIdx.y);
-        mine = {max(number * folded, used.first), min((number + 1) * folded, used.end)};
-        keys = keys_within(int64(mine.first) * size, int64(mine.end) * size, own, query, query, at);
     }
-    // split_size, without a division.
-    __device__ __forceinline__ void size_of(int length, const Work& work) {
-        const int least = int(work.most_splits.divide(length + int(work.most_splits.d) - 1));
-        size = max((least + SPLIT_STEP - 1) / SPLIT_STEP * SPLIT_STEP, SPLIT_LEAST);
+};
+
+// The leaves of a sequence that are read: those in which a query sees a key or that have new tokens, at least one.
+template <int LEAF, int MOST, bool PLAIN> struct SequenceCut {
+    int shift, first, past;              // a leaf has 2^shift tokens; leaves first .. past - 1
+
+    __device__ __forceinline__ SequenceCut(const Sequence& own, const DecodeLayout& at) {
+        constexpr int LEAST = LEAF == 64 ? 6 : 7;
+        static_assert(LEAF == 1 << LEAST, "64 or 128");
+        shift = max(32 - __clz(max(own.length, 1) - 1) - 10, LEAST);
+        past = max(((own.length - 1) >> shift) + 1, 1);
+        first = 0;
+        if (PLAIN) return;
+        const int64 seen = min(max(own.length - at.seqlen_q - at.window_left, int64(own.first)), int64(own.past));
+        first = min(int(seen) >> shift, past - 1);
     }
-    // How many splits that many tokens fill, up to FOLD + 1; one if there are none.
-    __device__ __forceinline__ int splits_of(int tokens) const {
-        int count = 1;
-#pragma unroll
-        for (int n = 1; n <= FOLD; ++n) count += tokens > n * size;
-        return count;
+    // Where its place on the line begins, in tokens: pieces of any size begin at multiples of their size from there.
+    __device__ __forceinline__ int origin() const { return (first & -MOST) << shift; }
+    __device__ __forceinline__ int weight(const Sequence& own) const { return max(own.length - origin(), TILE); }
+};
+
+// What a team does of the line.
+struct Run {
+    int64 begin, end;
+
+    // `usual`: the length of a run, rounded down; `rest`: of the line, behind that of all teams.
+    __device__ __forceinline__ Run(int64 team, int64 usual, int64 rest) {
+        begin = usual * team + min(team, rest), end = usual * (team + 1) + min(team + 1, rest);
     }
-    // Piece 0 always does: it writes the result of a sequence without keys.
-    __device__ __forceinline__ bool exists(const Work& work) const {
-        return work.usual ? blockIdx.y == 0 || mine.first * size < own.length : mine.first < mine.end;
+};
+
+// Of a sequence what the merge has to know: its pieces are first .. past - 1, 2^shift tokens each, 2^of_group of them a
+// group. `place` and slot_shift say where their states go.
+struct alignas(16) ToMerge {
+    int64 place;
+    short first, past;                   // none if the whole sequence is one piece
+    signed char shift, of_group, slot_shift;
+
+    __device__ __forceinline__ int64 slot(int piece, int b) const {
+        return past == 0 ? -1 : ((place + (int64(piece) << shift)) >> slot_shift) + b;
     }
-    // Whether this is all of the sequence, whose used.end may be FOLD + 1 for more.
-    __device__ __forceinline__ bool alone(int folded) const { return used.end <= (used.first / folded + 1) * folded; }
-    __device__ __forceinline__ int64 id(const Work& work) const {
-        return int64(b) * work.shares.d + row_group * int(work.kv_heads.d) + g;
+};
+
+// How large pieces are. Every warp finds the same.
+template <int LEAF, int MOST, bool PLAIN> struct PieceSizes {
+    int limit, slot_shift;
+
+    __device__ __forceinline__ explicit PieceSizes(int64 usual_run) {
+        limit = int(min(usual_run, int64(1 << 26))) * 4 / 7;         // about two pieces a run, rather than many
+        slot_shift = 31 - __clz(max(limit / 4, LEAF));     // what is no group is longer than a fourth of the limit
+    }
+    // Leaves of a piece, as a power of two. What is short enough stays whole.
+    __device__ __forceinline__ int leaves(const SequenceCut<LEAF, MOST, PLAIN>& cut, int weight) const {
+        constexpr int ALL_OF_IT = MOST == 16 ? 4 : 2;
+        if (MOST << cut.shift <= limit || weight <= limit) return ALL_OF_IT;
+        return MOST > SPLIT && SPLIT << cut.shift <= limit ? 2 : 0;
+    }
+    // Places: first `groups` for each sequence whose pieces are groups, then by where the others begin on the line; these
+    // are at least 2^slot_shift apart, or of different sequences. See _plan_decode_mma.num_slots.
+    __device__ __forceinline__ ToMerge of(const SequenceCut<LEAF, MOST, PLAIN>& cut, const Sequence& own, int64 origin,
+                                          int b, const Work& work) const {
+        constexpr int ALL_OF_IT = MOST == 16 ? 4 : 2;
+        const int by = leaves(cut, cut.weight(own)), shift = cut.shift + by, first = cut.first >> by;
+        const int last = max(own.length - 1, 0) >> shift, by_line = by < ALL_OF_IT ? slot_shift : shift;
+        const int64 place = by < ALL_OF_IT ? origin - cut.origin() + (work.batch * work.groups << by_line)
+                                           : b * (work.groups - 1) << by_line;
+        return {place, short(first), short(last > first ? last + 1 : 0), (signed char)(shift),
+                (signed char)(ALL_OF_IT - by), (signed char)(by_line)};
     }
 };
 
@@ -106,23 +143,20 @@ struct Weight {
 // ... and two features of each: x, z of the first row, y, w of the second.
 struct Blend {
     float mine[2], other[2];
-    bool none[2];                        // of the other there are no keys, and it may hold anything
 
     // `so_far` becomes the merge of it and `more`; features follow by `of`.
     __device__ __forceinline__ Blend(Weight& so_far, const Weight& more) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            const float smaller = exp2_fast(-fabsf(more.max[c] - so_far.max[c]));
-            const bool grows = more.max[c] > so_far.max[c];
-            none[c] = more.max[c] == -INFINITY && more.sum[c] == 0.f;        // NaN has no maximum either
-            mine[c] = grows ? smaller : 1.f, other[c] = grows ? 1.f : smaller;
-            so_far.max[c] = grows ? more.max[c] : so_far.max[c];
-            so_far.sum[c] = none[c] ? so_far.sum[c] : fmaf(more.sum[c], other[c], so_far.sum[c] * mine[c]);
+            const float top = fmaxf(so_far.max[c], more.max[c]);
+            mine[c] = exp2_fast(so_far.max[c] - shift_of(top)), other[c] = exp2_fast(more.max[c] - shift_of(top));
+            so_far.max[c] = top;
+            so_far.sum[c] = fmaf(more.sum[c], other[c], so_far.sum[c] * mine[c]);
         }
     }
     __device__ __forceinline__ float4 of(const float4& a, const float4& b) const {
-        return {none[0] ? a.x : fmaf(b.x, other[0], a.x * mine[0]), none[1] ? a.y : fmaf(b.y, other[1], a.y * mine[1]),
-                none[0] ? a.z : fmaf(b.z, other[0], a.z * mine[0]), none[1] ? a.w : fmaf(b.w, other[1], a.w * mine[1])};
+        return {fmaf(b.x, other[0], a.x * mine[0]), fmaf(b.y, other[1], a.y * mine[1]),
+                fmaf(b.z, other[0], a.z * mine[0]), fmaf(b.w, other[1], a.w * mine[1])};
     }
 };
 
@@ -138,38 +172,42 @@ struct alignas(16) Partial {
     }
 };
 
-// The workspace: acc (shares, splits, items, 8, pairs) and (max, sum) of two rows (shares, splits, columns, pairs), both
-// of float4. An item is what the lanes have of a tile of output; lane = 4 * (0 .. 7) + (0 .. pairs - 1), each two rows.
-// A group that a block has merged lies in the place of its first split, and nobody looks at the others.
+// The workspace: ToMerge of each sequence, then acc (slots, shares, items, 8, pairs) and (max, sum) of two rows (slots,
+// shares, columns, pairs), of float4. An item is what the lanes have of a tile of output; lane = 4 * (0 .. 7) + (0 ..
+// pairs - 1), each two rows.
 struct Workspace {
-    float4* start;
-    int64 shares, splits;
+    ToMerge* sequences;
+    float4* states;
+    int64 slots, shares;
     int items, columns, pairs;
 
-    __device__ __forceinline__ float4* acc(int64 share, int64 s, int item, int lane) const {
-        return start + ((share * splits + s) * items + item) * 8 * pairs + lane / 4 * pairs + lane % 4;
+    __device__ __forceinline__ Workspace(float* start, int items, int columns, const Work& work,
+                                         const DecodeLayout& at)
+        : slots(work.slots), shares(work.shares.d), items(items), columns(columns) {
+        sequences = reinterpret_cast<ToMerge*>(start);
+        states = reinterpret_cast<float4*>(start) + work.batch;
+        pairs = (int(min(at.group, int64(8))) + 1) / 2;
     }
-    __device__ __forceinline__ float4* max_and_sum(int64 share, int64 s, int column, int lane) const {
-        return acc(shares, 0, 0, 0) + ((share * splits + s) * columns + column) * pairs + lane % 4;
+    __device__ __forceinline__ float4* acc(int64 slot, int64 share, int item, int lane) const {
+        return states + ((slot * shares + share) * items + item) * 8 * pairs + lane / 4 * pairs + lane % 4;
     }
+    __device__ __forceinline__ float4* max_and_sum(int64 slot, int64 share, int column, int lane) const {
+        return acc(slots, 0, 0, 0) + ((slot * shares + share) * columns + column) * pairs + lane % 4;
+    }
+    __device__ __forceinline__ int64 acc_step() const { return shares * items * 8 * pairs; }          // of a slot
+    __device__ __forceinline__ int64 max_and_sum_step() const { return shares * columns * pairs; }
 };
 
-template <int ITEMS, int ROWS>
-__device__ __forceinline__ Workspace workspace_of(float* start, const Work& work, const DecodeLayout& at) {
-    return {reinterpret_cast<float4*>(start), work.batch * work.shares.d, at.splits, ITEMS, ROWS / 8,
-            (int(min(at.group, int64(8))) + 1) / 2};
-}
-
-// Divides by the sum, leaves base 2, adds the sink and stores features d and d + 1 of row c; with d = 0 the lse too.
+// Divides by the sum, leaves base 2, adds the sink and stores two features of row c; with lse not nullptr that too.
 // `raise`: what was added to every exponent.
 template <typename T>
 __device__ __forceinline__ void store_row(const Partial& part, int c, float raise, float value_scale, float sink,
-                                          T* out, int d, float* lse) {
+                                          T* first, T* second, float* lse) {
     const float top = part.weight.max[c], sum = part.weight.sum[c], scale = sum == 0.f ? 0.f : value_scale / sum;
     float x[2] = {c ? part.acc.y : part.acc.x, c ? part.acc.w : part.acc.z};
-    float l = sum == 0.f ? -INFINITY : top * LN2 + (logf(sum) - raise * LN2);
+    float l = sum == 0.f ? -INFINITY : fmaf(top, LN2, logf(sum) - raise * LN2);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) x[e] = sum == 0.f ? 0.f : __fmul_rn(x[e], scale);
+    for (int e = 0; e < 2; ++e) x[e] = sum == 0.f ? 0.f : __fmul_rn(x[e] + 0.f, scale);                // -0 as 0
     if (sink != -INFINITY) {
         State<2> state = State<2>::empty(fmaxf(l, sink));
         const float nothing[2] = {0.f, 0.f};
@@ -177,8 +215,9 @@ __device__ __forceinline__ void store_row(const Partial& part, int c, float rais
         state.add(sink, nothing);
         state.finish(l, x);
     }
-    from_float2(out + d, x[0], x[1]);
-    if (d == 0 && lse != nullptr) *lse = l;
+    if (first != nullptr) from_float(first, x[0]);
+    if (second != nullptr) from_float(second, x[1]);
+    if (lse != nullptr) *lse = l;
 }
 
 }  // namespace cuattn

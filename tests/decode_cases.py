@@ -205,9 +205,11 @@ def decode_bounds(
     a, off = (x * abs(given.get("sm_scale", d**-0.5)) for x in (a, off))
     far = np.broadcast_to(given.get("alibi_slopes", 0.0), (batch, num_heads))[:, None] * longest
     more = (14 if given.get("softcap") else 6) + d * tensor_cores
+    # On tensor cores: leaves of a split, splits of a group, groups of 512 tokens at least. Else: splits, and the sink.
+    merges = 8 + -(-longest // 512) if tensor_cores else splits_within(longest, num_kv_heads) + 1
     out, lse = attention_bound(
         *expected, head_dim=d, num_keys=longest + 1, tile=2, sm_scale=1.0, p_dtype=weights,
-        qk=((d + more) * a + 5 * far + off / U) / (d + 3) + far, v=top, dtype=dtype, num_splits=splits_within(longest, num_kv_heads) + 1,
+        qk=((d + more) * a + 5 * far + off / U) / (d + 3) + far, v=top, dtype=dtype, num_splits=merges,
     )  # fmt: skip
     return out + (longest * 2.0**-33 * top[..., None] if weights == "float16" else 0.0), lse
 

@@ -15,7 +15,8 @@ from tests.emulator import EmulatedModule
 
 ENTRIES = {  # every entry of a file is compiled at once: a tile then costs one compilation
     "decode.cu": ("cuattn_decode_split", "cuattn_decode_merge"),
-    "decode_mma.cu": ("cuattn_decode_mma", "cuattn_decode_mma_merge"),
+    "decode_merge_mma.cu": ("cuattn_decode_merge_mma",),
+    "decode_mma.cu": ("cuattn_decode_mma",),
     "paged.cu": ("cuattn_append_kv", "cuattn_gather_kv", "cuattn_copy_pages"),
     "rotary.cu": ("cuattn_apply_rotary",),
     "state.cu": ("cuattn_merge_pair", "cuattn_merge_list", "cuattn_merge_stack"),

@@ -207,7 +207,8 @@ def test_workspaces_and_plans_that_do_not_fit_are_refused(kernels):
     given = moved(kernels, DecodeCase((700,), 1, (4, 2), (64, 64)).arrays())
     plan = plan_decode(**given)
     need = plan.workspace_bytes // 4
-    assert need == 2 * 3 * (4 * 8 + 1) * 4  # shares, splits, float4 of outputs and of weights
+    slots, _ = _plan_decode_mma.num_slots(teams(plan), 1, 704, 64, 16)
+    assert need == 4 + 2 * slots * (4 * 8 + 1) * 4  # a header; float4 of outputs and weights
     assert 4 * need <= decode_workspace_size(1, 1, 4, 2, 64, 46 * 16)
     for space, error, text in (
         (zeros(need - 1, dtype=f32), ValueError, rf"decode: workspace.shape\[0\] must be at least {need} \(decode_workspace_size / 4\); got {need - 1}"),
@@ -249,6 +250,12 @@ def test_host_arrays_have_no_plan():
 # Plans
 
 
+def teams(plan) -> int:
+    """Work.teams of a plan for tensor cores."""
+    work = np.frombuffer(plan.layout.tobytes(), np.int64)
+    return int(work[-(15 + 4 * 3 + 4) :][2])
+
+
 def planned(case: DecodeCase):
     control = {n: x for n, x in case.arrays().items() if n not in ("softcap", "sm_scale")}
     with _launch.emulated(EmulatorEngine()):
@@ -260,13 +267,14 @@ def test_compiled_kernels_are_chosen(kernel):
     """Nothing is compiled and measured that no call can reach."""
     tile, (first, second) = dict(kernel.defines), types_of(kernel)
     dtype, heads = np.dtype(DTYPES[first]).name, (4, 2)
-    if kernel.file == "decode_mma.cu":
+    if kernel.file in ("decode_mma.cu", "decode_merge_mma.cu"):
         widths, heads = (tile["DIM"], 16), (2 * tile["ROWS"], 2)
     elif tile["VEC"] == 1:
         widths = (5, 3)
     else:  # what tensor cores don't take
         widths = (512, 16) if tile["FEATURES"] == 16 else (128, 64) if dtype == "float32" else (72, 40)
-    plan = planned(DecodeCase((700,), 1, heads, head_dims=widths, dtype=dtype, float8=first != second))
+    control = 0 if tile.get("PLAIN", True) else 2
+    plan = planned(DecodeCase((700,), 1, heads, head_dims=widths, dtype=dtype, float8=first != second, control=control))
     assert kernel in (plan.split.kernel, plan.merge.kernel)
 
 
@@ -281,7 +289,7 @@ def test_plans_choose_compiled_kernels_and_cover_everything():
                 assert plan.merge is None and plan.workspace_bytes == 0 and plan.split.kernel in compiled
                 assert plan.mma == (dtype == "float16" and widths == (48, 48) and layout != "odd offset")
                 if plan.mma:
-                    assert tile["DIM"] == 64 and plan.split.grid == (2 * n * 2, 1, 1)
+                    assert tile["DIM"] == 64 and plan.split.grid == (max(2 * n * 2 // 4, 1), 1, 1)
                     continue
                 assert plan.lanes in (1, 2, 4, 8, 16, 32) and plan.lanes * tile["FEATURES"] >= max(widths)
                 assert plan.split.grid[1] * (4 if tile["FEATURES"] == 8 else 2) >= 6 * n

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from cuattn import _plan_decode, _plan_decode_mma, reference
 from cuattn.decode import decode, plan_decode
@@ -20,12 +23,17 @@ def run(backend, given: dict):
     return decode(**moved(backend, given), return_state=True)
 
 
-@pytest.fixture
-def pieces(monkeypatch):
-    """Chooses how many splits make a piece: 1 or FOLD."""
+FEW, SOME, MANY = 4, 16, 2048  # warps: pieces of LONG are groups, splits or leaves
 
-    def choose(folded: int) -> None:
-        monkeypatch.setattr(_plan_decode_mma, "FOLD_FROM", 2**40 if folded == 1 else 0)
+
+@pytest.fixture
+def most_warps(monkeypatch):
+    """Chooses how many warps share the work at most, and so how large their pieces are; and the blocks of the merge."""
+
+    def choose(warps: int, merge: str = "as planned") -> None:
+        monkeypatch.setattr(_plan_decode_mma, "_MOST_WARPS", warps)
+        monkeypatch.setattr(_plan_decode_mma, "_FEW", 10**6 if merge == "together" else 0)
+        monkeypatch.setattr(_plan_decode_mma, "_LONG", 0 if merge == "both" else 10**6)
         _plan_decode.plan_decode.cache_clear()
 
     yield choose
@@ -34,19 +42,55 @@ def pieces(monkeypatch):
 
 @pytest.mark.parametrize(
     "case",
-    [LONG, replace(LONG, head_dims=(64, 48), page_size=17, dtype="float16", float8=True), replace(LONG, control=2, heads=(6, 2))],
-    ids=["whole pages", "odd pages", "window"],
+    [
+        LONG, replace(LONG, head_dims=(64, 48), page_size=17, dtype="float16", float8=True),
+        replace(LONG, control=2, heads=(6, 2)), replace(LONG, heads=(16, 1)), replace(LONG, head_dims=(256, 256)),
+    ],
+    ids=["whole pages", "odd pages", "window", "16 rows", "256 features"],
 )
-def test_the_size_of_a_piece_changes_no_bit(kernels, pieces, case):
+def test_the_size_of_a_piece_changes_no_bit(kernels, most_warps, case):
     given, states = case.arrays(), []
-    for folded in (1, _plan_decode_mma.FOLD):
-        pieces(folded)
+    for warps, merge in itertools.product((FEW, SOME, MANY), ("alone", "together", "both")):
+        most_warps(warps, merge)
         assert plan_decode(**{n: x for n, x in moved(kernels, given).items() if n not in ("sm_scale", "softcap")}).mma
         states.append(run(kernels, given))
     expected = reference.decode(**given)
     assert_state(states[0], expected, decode_bounds(given, expected, case.dtype), dtype=case.dtype, case=case)
-    assert_same_bits(states[0].out, states[1].out)
-    assert_same_bits(states[0].lse, states[1].lse)
+    for other in states[1:]:
+        assert_same_bits(states[0].out, other.out)
+        assert_same_bits(states[0].lse, other.lse)
+
+
+def slots_of(lengths: list[int], first_leaves: list[int], teams: int, leaf: int, most: int, groups: int) -> list[int]:
+    """Of all pieces, as SequenceCut, PieceSizes and ToMerge of decode_work.cuh give them."""
+    shifts = [max((max(n, 1) - 1).bit_length() - 10, leaf.bit_length() - 1) for n in lengths]
+    origins = [(f // most * most) << s for f, s in zip(first_leaves, shifts)]
+    weights = [max(n - o, 16) for n, o in zip(lengths, origins)]
+    limit = min(sum(weights) // teams, 1 << 26) * 4 // 7
+    slot_shift = max(limit // 4, leaf).bit_length() - 1
+    slots, begin = [], 0
+    for b, (n, f, s, origin, weight) in enumerate(zip(lengths, first_leaves, shifts, origins, weights)):
+        whole = most << s <= limit or weight <= limit
+        piece = (most if whole else 4 if most > 4 and 4 << s <= limit else 1) << s
+        numbers = range((f << s) // piece, max(n - 1, 0) // piece + 1)
+        on_line = (len(lengths) * groups + b + (begin - origin + p * piece >> slot_shift) for p in numbers)
+        if len(numbers) > 1:
+            slots += [b * groups + p for p in numbers] if whole else on_line
+        begin += weight
+    return slots
+
+
+@hypothesis.given(
+    st.lists(st.integers(0, 40000) | st.integers(0, 2**23), min_size=1, max_size=20), st.integers(1, 2048),
+    st.sampled_from([(64, 16), (128, 4)]), st.booleans(), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_no_two_partial_states_have_a_place_in_common(lengths, teams, sizes, window, random):
+    leaves = [max(n - 1, 0) >> max((max(n, 1) - 1).bit_length() - 10, sizes[0].bit_length() - 1) for n in lengths]
+    firsts = [random.randint(0, n) if window else 0 for n in leaves]
+    most, groups = _plan_decode_mma.num_slots(teams, len(lengths), max(lengths), *sizes)
+    slots = slots_of(lengths, firsts, teams, *sizes, groups)
+    assert len(set(slots)) == len(slots)
+    assert max(slots, default=0) < most
 
 
 def test_a_row_group_knows_nothing_of_its_neighbours(kernels):
@@ -78,10 +122,10 @@ def test_the_mean_of_equal_values_is_that_value_for_any_finite_scores(backend, d
     np.testing.assert_allclose(out, 1.75, rtol=2.0**-7, atol=0)  # the weights and the result, rounded to bfloat16
 
 
-@pytest.mark.parametrize("folded", [1, _plan_decode_mma.FOLD])
-def test_nan_that_is_seen_shows(kernels, pieces, folded):
-    """A quarter of a split whose scores are all NaN has no largest one, and yet it is not empty."""
-    pieces(folded)
+@pytest.mark.parametrize("warps", [FEW, MANY])
+def test_nan_that_is_seen_shows(kernels, most_warps, warps):
+    """A leaf whose scores are all NaN has no largest one, and yet it is not empty."""
+    most_warps(warps)
     given = DecodeCase((1100, 40), 1, (4, 2), (64, 64)).arrays()
     for page in given["block_table"][0, :4]:
         given["k_pages"][page, :, 0] = np.nan
