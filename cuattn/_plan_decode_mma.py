@@ -83,8 +83,8 @@ def tile(dims: DecodeDims, device: _launch.DeviceInfo) -> Tile | None:
     return Tile(
         Launch(kernel, (grid, 1, 1), (32 * warps, 1, 1), shared), Launch(merge, *merge_shape) if several else None,
         num_leaves, row_groups, workspace_bytes(shares, slots, dims.batch, group, dim, rows) if several else 0,
-        (dims.batch, -(-dims.batch // (32 * warps)), teams, slots, groups, stages, dims.page_size % _TILE == 0, full, alone, *_POLICIES,
-         *(n for d in divisors for n in _divider(d)), *strides),
+        (dims.batch, -(-dims.batch // (32 * warps)), teams, slots, groups, stages, dims.page_size % _TILE == 0, full,
+         alone, *_POLICIES, *(n for d in divisors for n in _divider(d)), *strides),
     )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def _in_shared_memory(dim: int, rows: int, itemsize: int, capability: tuple[int,
 
 
 def num_slots(teams: int, batch: int, max_tokens: int, leaf: int, most: int) -> tuple[int, int]:
-    """Places for partial states, and groups that a sequence can have: PieceSizes of decode_work.cuh gives none twice."""
+    """Places of partial states, and groups that a sequence can have; PieceSizes of decode_work.cuh gives none twice."""
     groups = max(min(-(-max_tokens // (leaf * most)), 1024 // most), 1)
     line = batch * max(max_tokens, _TILE)
     return batch * (groups + 1) + min(14 * teams, line // leaf) + 1, groups
