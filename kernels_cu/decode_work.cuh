@@ -96,7 +96,7 @@ struct Run {
 struct alignas(16) ToMerge {
     int64 place;
     short first, past;                   // none if the whole sequence is one piece
-    signed char shift, of_group, slot_shift;
+    signed char shift, of_group, slot_shift, none;         // 16 bytes, all of them written
 
     __device__ __forceinline__ int64 slot(int piece, int b) const {
         return past == 0 ? -1 : ((place + (int64(piece) << shift)) >> slot_shift) + b;
@@ -127,7 +127,7 @@ template <int LEAF, int MOST, bool PLAIN> struct PieceSizes {
         const int64 place = by < ALL_OF_IT ? origin - cut.origin() + (work.batch * work.groups << by_line)
                                            : b * (work.groups - 1) << by_line;
         return {place, short(first), short(last > first ? last + 1 : 0), (signed char)(shift),
-                (signed char)(ALL_OF_IT - by), (signed char)(by_line)};
+                (signed char)(ALL_OF_IT - by), (signed char)(by_line), 0};
     }
 };
 
