@@ -17,7 +17,7 @@ _DIMS = (64, 128, 256)
 _TILE = 16  # tokens
 _SHARED, _QUERY_PAD, _TICKETS = 1056, 8, 6 * 16  # bytes of a block; elements behind a row of queries; bytes of a warp
 _MOST_STAGES = 6
-_SET, _BATCH, _RECEIVED, _GROUPS = 2, 8, 1088, 8  # of a merge: items of a warp; pieces at once; bytes of one; groups
+_SET, _MERGE_WARPS, _MERGE_SHARED = 2, 8, 32 * 1088  # of a merge: items and warps; bytes if they work together
 _MOST_WARPS = 2048  # of a grid, so that `most_workspace_bytes` holds for any device
 # What createpolicy gives on sm_90 and newer: lines of L2 like any other, that go first, that go last.
 _POLICIES = 0x16F0 << 48, 0, 0x12F0 << 48, 0, 0x14F0 << 48, 0  # words, and the nothing of L2Policy in mma.cuh
@@ -104,10 +104,11 @@ def _merge_shape(
     long has blocks of the other kind besides.
     """
     few = dims.batch * shares * sets < _FEW * num_sms
-    together = few or dims.max_tokens > _LONG * leaf
-    warps, alone = (8, 0) if few else (sets, 1)
-    received = _RECEIVED * (warps * _BATCH + (_GROUPS if together else 0))
-    return alone, ((dims.batch * shares, alone + (sets if together else 0), 1), (32 * warps, 1, 1), received)
+    together = sets if few or dims.max_tokens > _LONG * leaf else 0
+    warps = _MERGE_WARPS if few else min(sets, _MERGE_WARPS)
+    alone = 0 if few else sets // warps
+    shape = (dims.batch * shares, alone + together, 1), (32 * warps, 1, 1), _MERGE_SHARED if together else 0
+    return alone, shape
 
 
 def _tile_rows(dim: int, group: int, itemsize: int) -> int:
@@ -187,6 +188,7 @@ def _kernel(dtype: np.dtype, cache_dtype: np.dtype, dim: int, rows: int, plain: 
     numbers = {"DIM": dim, "ROWS": rows}
     types = {"T": _check.CUDA_TYPES[dtype], "C": _check.CUDA_TYPES[cache_dtype]}
     if plain is None:
+        numbers |= {"SET": _SET, "SHARED": _MERGE_SHARED}
         return Kernel("decode_merge_mma.cu", "cuattn_decode_merge_mma", (*types.items(), *numbers.items()))
     numbers |= {"PLAIN": int(plain), "BLOCKS": _BLOCKS[dim, rows, cache_dtype.itemsize], "SHARED": _SHARED}
     numbers |= {"PRIVATE": _private_bytes(dim, rows), "TILE": _tile_bytes(dim, cache_dtype.itemsize)}

@@ -18,7 +18,7 @@ LIST = 32  # states that one launch of a list takes, as in state.cu
 _CHUNK = 8  # states that one thread has in flight, as in state.cu
 _THREADS, _SPLIT_THREADS = 128, 512
 _ENTRIES = {"pair": "pair", "list": "list", "stack": "stack", "ragged": "stack"}
-_VECTORS = (8, 4, 1)  # features of one thread, best first
+_VECTORS = (8, 4, 1)  # features of one thread, best first: 16 bytes or one
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _aligned(dims: MergeDims, vec: int) -> bool:
 
 
 def _fits(vec: int, dtype: np.dtype) -> bool:
-    return vec * dtype.itemsize <= 16
+    return vec in (16 // dtype.itemsize, 1)
 
 
 def _kernel(form: str, dtypes: Sequence[np.dtype], vec: int, split: bool) -> Kernel:

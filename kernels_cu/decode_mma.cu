@@ -91,16 +91,17 @@ cuattn_decode_mma(const T* q, C* k_pages, C* v_pages, const void* block_table, c
     if (run.begin >= run.end) return;
     Walk<Tile, T, C, PLAIN> walk(in, my, run, pieces, shared);
 
-    // 3. Queries as fragments of B, through shared memory.
+    // 3. Queries as fragments of B, through shared memory: asked for with the tiles, taken before the first of them.
     Private& own_memory = reinterpret_cast<Private*>(&shared + 1)[warp];
     char* const tiles = reinterpret_cast<char*>(reinterpret_cast<Private*>(&shared + 1) + warps)
                         + warp * int(work.stages) * Tile::BYTES;
     uint2 query[ITEMS];
     float factor[COLUMNS][2];                              // of rows 8 n + 2t, 8 n + 2t + 1, for float8
-    int current = -1, position = 0;                        // the sequence of the queries, and their place in it
-    const auto load_queries = [&](int b) {
+    int asked = -1, position = 0;                          // the sequence of the queries, and their place in it
+    bool fresh = false;                                    // they are asked for and not taken
+    const auto ask_for_queries = [&](int b) {
         const Sequence own = sequence(b);
-        current = b, position = my.query + own.length - int(at.seqlen_q);
+        asked = b, fresh = true, position = my.query + own.length - int(at.seqlen_q);
         const Angles angles = PLAIN ? Angles{} : at.rotary.at(own.past + (at.queries_turn ? my.query : 0), cos, sin);
         const auto row = [&](int r) { return q + at.q.at(b, my.query, my.first_head + min(r, my.rows - 1)); };
         const bool vectors = angles.half == 0 && (reinterpret_cast<size_t>(row(0)) | (2 * at.q.h)) % 16 == 0;
@@ -110,8 +111,7 @@ cuattn_decode_mma(const T* q, C* k_pages, C* v_pages, const void* block_table, c
             for (int n = 0; n < ROWS * DIM / 256; ++n) {
                 const int r = (n * 32 + lane) / (DIM / 8), d = (n * 32 + lane) % (DIM / 8) * 8;
                 const bool there = r < my.rows && d < int(at.head_dim);
-                const uint4 x = there ? *reinterpret_cast<const uint4*>(row(r) + d) : uint4{0, 0, 0, 0};
-                *reinterpret_cast<uint4*>(&own_memory.query[r][d]) = x;
+                copy_async(&own_memory.query[r][d], row(r) + (there ? d : 0), there ? 16 : 0, work.usual);
             }
         } else {
 #pragma unroll 2
@@ -122,7 +122,9 @@ cuattn_decode_mma(const T* q, C* k_pages, C* v_pages, const void* block_table, c
                 own_memory.query[r][d] = there ? x : T(0.f);
             }
         }
-        __syncwarp();
+    };
+    const auto take_queries = [&] {
+        fresh = false;
         if (Tile::FLOAT8) {              // as half, each row by a power of two, so that half can hold every bfloat16
 #pragma unroll
             for (int n = 0; n < COLUMNS; ++n) {
@@ -169,17 +171,24 @@ cuattn_decode_mma(const T* q, C* k_pages, C* v_pages, const void* block_table, c
             here = own_memory.tickets[taken];
             if (here.bits & Ticket::NOTHING) break;
         }
-        // The first queries before all tiles, behind which they would have to wait.
-        if (round < 0 ? current < 0 && round > -stages : here.b != current) load_queries(round < 0 ? next.b : here.b);
+        // Queries come before tiles that are asked for later: the first ones, those of other sequences on their own.
+        if (round < 0 ? asked < 0 && round > -stages : here.b != asked) ask_for_queries(round < 0 ? next.b : here.b);
         if (round >= 0) {
-            wait_for_tile(stages);
+            if (fresh && round > 0) {
+                end_of_copies();
+                wait_for_copies<0>();
+            } else {
+                wait_for_tile(stages);
+            }
             __syncwarp();
+            if (fresh) take_queries();
         }
         // 4a. The tile that comes stages - 1 later takes the place of the one before this.
         if (round > -stages) {
-            next.bits &= walk.place.present(next.bits & Ticket::THERE, layout) | ~Ticket::THERE;
+            const Tile::Place place = walk.place(next.start);
+            next.bits &= place.present(next.bits & Ticket::THERE, layout) | ~Ticket::THERE;
             if (next.bits & Ticket::THERE) {
-                Tile::copy(tiles + filled * Tile::BYTES, walk.place, next.bits & Ticket::THERE, k_rows, v_rows, reading, layout);
+                Tile::copy(tiles + filled * Tile::BYTES, place, next.bits & Ticket::THERE, k_rows, v_rows, reading, layout);
             }
             end_of_copies();
             if (lane == 0) own_memory.tickets[filled] = next;

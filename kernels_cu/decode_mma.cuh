@@ -60,23 +60,17 @@ template <typename T, typename C, int DIM, int ROWS, bool PLAIN> struct DecodeTi
         }
     };
 
-    // Where a tile lies: one page and the offset of its first token if page_size is a multiple of 16, else those of token
-    // lane % 16. The entry of the table is asked for early and looked at late.
+    // Where a token lies, from the table: its page and its offset there.
     struct Place {
         int entry, offset;                                             // offset -1: an int64 below 0 or from 2^32 on
 
-        __device__ __forceinline__ static Place of(int start, int last, const char* table_row, const MmaLayout& layout) {
+        __device__ __forceinline__ static Place of(int token, const char* table_row, const MmaLayout& layout) {
             const Indices& table = layout.at.table;
-            if (PLAIN) {
-                const unsigned index = layout.work.page_size.divide(start);
-                const int entry = reinterpret_cast<const int*>(table_row)[index * table.step];
-                return {entry, start - int(index) * int(layout.at.page_size)};
-            }
-            const int j = min(start + (layout.work.aligned ? 0 : int(threadIdx.x % TILE)), last);
-            const unsigned index = layout.work.page_size.divide(j);
+            const unsigned index = layout.work.page_size.divide(token);
+            const int offset = token - int(index) * int(layout.at.page_size);
+            if (PLAIN) return {reinterpret_cast<const int*>(table_row)[index * table.step], offset};
             const int* const entry = reinterpret_cast<const int*>(table_row + index * table.step * table.bytes);
-            const bool small = table.bytes == 4 || entry[1] == 0;
-            return {entry[0], small ? j - int(index) * int(layout.at.page_size) : -1};
+            return {entry[0], table.bytes == 4 || entry[1] == 0 ? offset : -1};
         }
         __device__ __forceinline__ bool exists(const MmaLayout& layout) const {
             return offset >= 0 && unsigned(entry) < unsigned(layout.at.num_pages);

@@ -80,7 +80,9 @@ template <typename Tile, typename T, typename C, bool PLAIN> struct Walk {
     int piece, slot = -1;                // which it is, and where its state goes
     int token = 0, stop = 0;             // the next tile, and where the piece ends
     bool more = true;
-    Place place{-1, 0};                  // of the last tile that was asked for
+    Place ahead{-1, 0};                  // where a tile lies, see look_ahead
+
+    static constexpr int AHEAD = 32;     // tiles
 
     __device__ __forceinline__ Sequence sequence(int b) const {
         return sequence_of<PLAIN>(b, in.cache_seqlens, in.batch_idx, in.leftpad, in.layout.at);
@@ -137,13 +139,25 @@ template <typename Tile, typename T, typename C, bool PLAIN> struct Walk {
         token = max(begin, keys.begin) & -TILE, stop = min(end, keys.end);
         if (token >= stop) token = stop = begin;           // one tile all the same, with nothing in it
     }
-    // Asks for the tile's entry of the table.
+    // Asks for entries of the table: of AHEAD tiles, a lane each, if PLAIN; else of the tokens of one tile.
+    __device__ __forceinline__ void look_ahead() {
+        const int lane = threadIdx.x % 32;
+        const int mine = PLAIN ? (token & -AHEAD * TILE) + lane * TILE : token + (in.layout.work.aligned ? 0 : lane % TILE);
+        ahead = Place::of(min(mine, stop - 1), table_row, in.layout);
+    }
+    // Of the last tile that next_tile gave; its entry is waited for here.
+    __device__ __forceinline__ Place place(int start) const {
+        if (!PLAIN) return ahead;
+        const int from = start / TILE % AHEAD;
+        return {__shfl_sync(ALL, ahead.entry, from), __shfl_sync(ALL, ahead.offset, from)};
+    }
     __device__ __forceinline__ Ticket next_tile() {
-        if (token >= stop) next_piece();
+        const bool enters = token >= stop;
+        if (enters) next_piece();
         if (!more) return {0, Ticket::NOTHING, 0, 0};
         const int from = max(keys.begin - token, 0), to = min(stop - token, TILE);
         Ticket next{token, from < to ? (0xffffu >> (TILE - to)) & (0xffffu << from) : 0, slot, b};
-        if (from < to) place = Place::of(token, stop - 1, table_row, in.layout);
+        if (from < to && (!PLAIN || enters || token % (AHEAD * TILE) == 0)) look_ahead();
         token += TILE;
         if (token >= stop || (token & ((1 << cut.shift) - 1)) == 0) next.bits |= Ticket::LEAF_ENDS;
         if (token >= stop || (token & ((SPLIT << cut.shift) - 1)) == 0) next.bits |= Ticket::SPLIT_ENDS;
