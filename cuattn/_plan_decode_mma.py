@@ -17,12 +17,13 @@ _DIMS = (64, 128, 256)
 _TILE = 16  # tokens
 _SHARED, _QUERY_PAD, _TICKETS = 1056, 8, 6 * 16  # bytes of a block; elements behind a row of queries; bytes of a warp
 _MOST_STAGES = 6
-_SET, _MERGE_WARPS, _MERGE_SHARED = 2, 8, 32 * 1088  # of a merge: items and warps; bytes if they work together
+_MERGE_WARPS, _MERGE_SHARED = 8, {1: 64 * 576, 2: 32 * 1088}  # of a merge: at most; bytes if they work together, by SET
 _MOST_WARPS = 2048  # of a grid, so that `most_workspace_bytes` holds for any device
 # What createpolicy gives on sm_90 and newer: lines of L2 like any other, that go first, that go last.
 _POLICIES = 0x16F0 << 48, 0, 0x12F0 << 48, 0, 0x14F0 << 48, 0  # words, and the nothing of L2Policy in mma.cuh
 _FEW = 8  # warps of a multiprocessor that merge: fewer than that work together
 _LONG = 256  # leaves: longer sequences have a merge of their own
+_WAVE = 2  # blocks of a merge that a multiprocessor runs at a time
 # Blocks of four warps on a multiprocessor by DIM, ROWS and the bytes of an element, as many as registers allow.
 _BLOCKS = {
     (64, 8, 2): 2, (128, 8, 2): 2, (128, 16, 2): 2, (256, 8, 2): 1,
@@ -74,14 +75,14 @@ def tile(dims: DecodeDims, device: _launch.DeviceInfo) -> Tile | None:
     teams = grid * warps // shares
     slots, groups = num_slots(teams, dims.batch, dims.max_tokens, leaf, most)
     plain, several = _is_plain(dims), dims.max_tokens > leaf
-    kernel, merge = (_kernel(dims.dtype, dims.cache_dtype, dim, rows, n) for n in (plain, None))
+    kernel = _kernel(dims.dtype, dims.cache_dtype, dim, rows, plain)
     shared = _SHARED + warps * (_private_bytes(dim, rows) + stages * _tile_bytes(dim, itemsize))
-    alone, merge_shape = _merge_shape(dims, shares, rows // 8 * dim // 16 // _SET, leaf, device.num_sms)
+    alone, merge = _merge(dims, shares, dim, rows, device.num_sms)
     full = dims.head_dim == dims.head_dim_v == dim
     divisors = shares, dims.num_kv_heads, dims.page_size, groups_of_query
     strides = (n * itemsize for n in (*dims.k[:2], *dims.v[:2]))
     return Tile(
-        Launch(kernel, (grid, 1, 1), (32 * warps, 1, 1), shared), Launch(merge, *merge_shape) if several else None,
+        Launch(kernel, (grid, 1, 1), (32 * warps, 1, 1), shared), merge if several else None,
         num_leaves, row_groups, workspace_bytes(shares, slots, dims.batch, group, dim, rows) if several else 0,
         (dims.batch, -(-dims.batch // (32 * warps)), teams, slots, groups, stages, dims.page_size % _TILE == 0, full,
          alone, *_POLICIES, *(n for d in divisors for n in _divider(d)), *strides),
@@ -95,20 +96,21 @@ def _is_plain(dims: DecodeDims) -> bool:
     return not special and sees_all and dims.page_size % _TILE == 0 and dims.table.bytes == 4
 
 
-def _merge_shape(
-    dims: DecodeDims, shares: int, sets: int, leaf: int, num_sms: int
-) -> tuple[int, tuple[tuple[int, int, int], tuple[int, int, int], int]]:
-    """merge_alone of Work; grid, block and shared memory of the merge. `sets`: of items, one for a warp.
+def _merge(dims: DecodeDims, shares: int, dim: int, rows: int, num_sms: int) -> tuple[int, Launch]:
+    """merge_alone of Work, and the merge.
 
-    With few shares all warps of a block take the groups of a set. With many each warp has a set to itself, and what is
-    long has blocks of the other kind besides.
+    With few shares all warps of a block take the groups of a set of items. With many each warp has a set to itself, and
+    what is long has blocks of the other kind besides.
     """
-    few = dims.batch * shares * sets < _FEW * num_sms
-    together = sets if few or dims.max_tokens > _LONG * leaf else 0
+    columns, items = dims.batch * shares, rows // 8 * dim // 16
+    per_set = 1 if columns * items <= _WAVE * num_sms else 2
+    sets, shared = items // per_set, _MERGE_SHARED[per_set]
+    few = columns * sets < _FEW * num_sms
+    together = sets if few or dims.max_tokens > _LONG * leaves(dim, rows)[0] else 0
     warps = _MERGE_WARPS if few else min(sets, _MERGE_WARPS)
     alone = 0 if few else sets // warps
-    shape = (dims.batch * shares, alone + together, 1), (32 * warps, 1, 1), _MERGE_SHARED if together else 0
-    return alone, shape
+    kernel = _merge_kernel(dims.dtype, dims.cache_dtype, dim, rows, per_set)
+    return alone, Launch(kernel, (columns, alone + together, 1), (32 * warps, 1, 1), shared if together else 0)
 
 
 def _tile_rows(dim: int, group: int, itemsize: int) -> int:
@@ -183,16 +185,19 @@ def _divider(d: int) -> tuple[int, int, int]:
     return d, -(-(2 ** (31 + shift)) // d), shift
 
 
-def _kernel(dtype: np.dtype, cache_dtype: np.dtype, dim: int, rows: int, plain: bool | None) -> Kernel:
-    """With `plain` None the merge."""
-    numbers = {"DIM": dim, "ROWS": rows}
-    types = {"T": _check.CUDA_TYPES[dtype], "C": _check.CUDA_TYPES[cache_dtype]}
-    if plain is None:
-        numbers |= {"SET": _SET, "SHARED": _MERGE_SHARED}
-        return Kernel("decode_merge_mma.cu", "cuattn_decode_merge_mma", (*types.items(), *numbers.items()))
-    numbers |= {"PLAIN": int(plain), "BLOCKS": _BLOCKS[dim, rows, cache_dtype.itemsize], "SHARED": _SHARED}
-    numbers |= {"PRIVATE": _private_bytes(dim, rows), "TILE": _tile_bytes(dim, cache_dtype.itemsize)}
-    return Kernel("decode_mma.cu", "cuattn_decode_mma", (*types.items(), *numbers.items()))
+def _kernel(dtype: np.dtype, cache_dtype: np.dtype, dim: int, rows: int, plain: bool) -> Kernel:
+    numbers = {"DIM": dim, "ROWS": rows, "PLAIN": int(plain), "BLOCKS": _BLOCKS[dim, rows, cache_dtype.itemsize]}
+    numbers |= {"SHARED": _SHARED, "PRIVATE": _private_bytes(dim, rows), "TILE": _tile_bytes(dim, cache_dtype.itemsize)}
+    return Kernel("decode_mma.cu", "cuattn_decode_mma", (*_types(dtype, cache_dtype), *numbers.items()))
+
+
+def _merge_kernel(dtype: np.dtype, cache_dtype: np.dtype, dim: int, rows: int, per_set: int) -> Kernel:
+    numbers = {"DIM": dim, "ROWS": rows, "SET": per_set, "SHARED": _MERGE_SHARED[per_set]}
+    return Kernel("decode_merge_mma.cu", "cuattn_decode_merge_mma", (*_types(dtype, cache_dtype), *numbers.items()))
+
+
+def _types(dtype: np.dtype, cache_dtype: np.dtype) -> tuple[tuple[str, str], ...]:
+    return ("T", _check.CUDA_TYPES[dtype]), ("C", _check.CUDA_TYPES[cache_dtype])
 
 
 def kernels() -> Iterator[Kernel]:
@@ -201,4 +206,5 @@ def kernels() -> Iterator[Kernel]:
         for cache_dtype in (dtype, _check.FLOAT8):
             for dim, rows, itemsize in _BLOCKS:
                 if itemsize == cache_dtype.itemsize:
-                    yield from (_kernel(dtype, cache_dtype, dim, rows, plain) for plain in (True, False, None))
+                    yield from (_kernel(dtype, cache_dtype, dim, rows, plain) for plain in (True, False))
+                    yield from (_merge_kernel(dtype, cache_dtype, dim, rows, per_set) for per_set in _MERGE_SHARED)

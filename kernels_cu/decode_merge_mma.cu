@@ -7,7 +7,8 @@
 //          more than 32 pieces where both kinds of blocks are there, the warps of a block share the groups of SET items,
 //          and the first one merges these.
 // Memory   bound by latency: 2 KB (head_dim 128, group 4) for a piece, from L2, BATCH of them under way for each warp.
-// Compile  T, C, DIM, ROWS; everything else is a runtime value.
+// Compile  T, C, DIM, ROWS, SET: 1 for few blocks, whose warps wait less with more pieces under way, else 2, which share the
+//          weights; everything else is a runtime value.
 // Oracle   reference/decode.py
 #include "decode_mma.cuh"
 
@@ -18,14 +19,13 @@ constexpr int ROWS = CUATTN_ROWS;
 using Tile = DecodeTile<T, C, CUATTN_DIM, ROWS, true>;
 constexpr int COLUMNS = Tile::COLUMNS, STEPS = Tile::STEPS, ITEMS = COLUMNS * STEPS;
 
-constexpr int SET = 2, BATCH = 4;        // items of a warp; pieces that it asks for at once
-constexpr int CHUNK = 32;                // groups in shared memory
+constexpr int SET = CUATTN_SET, BATCH = 8 / SET;            // items of a warp; pieces that it asks for at once
+constexpr int CHUNK = 64 / SET;                            // groups in shared memory
 
 struct GroupState {
     float4 acc[SET][32], max_and_sum[4];                   // of a lane; of lane % 4
 };
-static_assert(BATCH == SPLIT, "a batch is a split of leaves or a group of splits");
-static_assert(CHUNK * sizeof(GroupState) == CUATTN_SHARED && SET == CUATTN_SET, "as in cuattn/_plan_decode_mma.py");
+static_assert(CHUNK * sizeof(GroupState) == CUATTN_SHARED, "what cuattn/_plan_decode_mma.py asks for");
 
 struct Merged {
     Weight weight;
@@ -82,6 +82,13 @@ cuattn_decode_merge_mma(float* workspace, const float* sinks, const float* v_sca
         const int next = together ? warps * at_once : at_once, chunk = together ? CHUNK : groups;
 #pragma unroll 1
         for (int start = 0; start < groups; start += chunk) {
+            const auto group_ends = [&](int number, const Merged& state) {
+                if (!together) return total.add(state);
+                GroupState& to = merged[number - start];
+#pragma unroll
+                for (int i = 0; i < SET; ++i) to.acc[i][lane] = state.acc[i];
+                if (lane < 4) to.max_and_sum[lane] = state.weight.packed();
+            };
 #pragma unroll 1
             for (int g = start + mine; g < min(start + chunk, groups); g += next) {
                 Merged group = Merged::empty();
@@ -90,23 +97,21 @@ cuattn_decode_merge_mma(float* workspace, const float* sinks, const float* v_sca
                     Merged x[BATCH];
 #pragma unroll
                     for (int i = 0; i < BATCH; ++i) x[i] = piece(((first_group + g) << of_group) + n + i);
-                    const auto group_ends = [&](int number, const Merged& state) {
-                        if (!together) return total.add(state);
-                        GroupState& to = merged[number - start];
 #pragma unroll
-                        for (int i = 0; i < SET; ++i) to.acc[i][lane] = state.acc[i];
-                        if (lane < 4) to.max_and_sum[lane] = state.weight.packed();
-                    };
-                    if (of_group == 0) {                   // pieces are groups
+                    for (int i = 0; i < BATCH; i += SPLIT) {
+                        if (of_group == 0) {               // pieces are groups
 #pragma unroll
-                        for (int i = 0; i < BATCH; ++i) if (g + i < groups) group_ends(g + i, x[i]);
-                        continue;
+                            for (int j = i; j < i + SPLIT; ++j) group_ends(g + j, x[j]);
+                            continue;
+                        }
+                        Merged& split = x[i];              // of leaves, or of splits: then it is a group
+#pragma unroll
+                        for (int j = i + 1; j < i + SPLIT; ++j) split.add(x[j]);
+                        group.add(split);
+                        if ((n + i + SPLIT) % per_group) continue;
+                        group_ends(per_group == SPLIT ? g + i / SPLIT : g, group);
+                        group = Merged::empty();
                     }
-                    Merged& split = x[0];
-#pragma unroll
-                    for (int i = 1; i < BATCH; ++i) split.add(x[i]);
-                    group.add(split);
-                    if (n + BATCH >= per_group) group_ends(g, group);
                 }
             }
             if (!together) continue;

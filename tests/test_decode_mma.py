@@ -28,12 +28,13 @@ FEW, SOME, MANY = 4, 16, 2048  # warps: pieces of LONG are groups, splits or lea
 
 @pytest.fixture
 def most_warps(monkeypatch):
-    """Chooses how many warps share the work at most, and so how large their pieces are; and the blocks of the merge."""
+    """How many warps share the work at most, and so how large their pieces are; blocks and items of the merge."""
 
-    def choose(warps: int, merge: str = "as planned") -> None:
+    def choose(warps: int, merge: str = "as planned", per_set: int = 2) -> None:
         monkeypatch.setattr(_plan_decode_mma, "_MOST_WARPS", warps)
         monkeypatch.setattr(_plan_decode_mma, "_FEW", 10**6 if merge == "together" else 0)
         monkeypatch.setattr(_plan_decode_mma, "_LONG", 0 if merge == "both" else 10**6)
+        monkeypatch.setattr(_plan_decode_mma, "_WAVE", 10**6 if per_set == 1 else 0)
         _plan_decode.plan_decode.cache_clear()
 
     yield choose
@@ -50,8 +51,8 @@ def most_warps(monkeypatch):
 )
 def test_the_size_of_a_piece_changes_no_bit(kernels, most_warps, case):
     given, states = case.arrays(), []
-    for warps, merge in itertools.product((FEW, SOME, MANY), ("alone", "together", "both")):
-        most_warps(warps, merge)
+    for warps, merge, per_set in itertools.product((FEW, SOME, MANY), ("alone", "together", "both"), (1, 2)):
+        most_warps(warps, merge, per_set)
         assert plan_decode(**{n: x for n, x in moved(kernels, given).items() if n not in ("sm_scale", "softcap")}).mma
         states.append(run(kernels, given))
     expected = reference.decode(**given)
