@@ -23,7 +23,7 @@ _MOST_WARPS = 2048  # of a grid, so that `most_workspace_bytes` holds for any de
 _POLICIES = 0x16F0 << 48, 0, 0x12F0 << 48, 0, 0x14F0 << 48, 0  # words, and the nothing of L2Policy in mma.cuh
 _FEW = 8  # warps of a multiprocessor that merge: fewer than that work together
 _LONG = 256  # leaves: longer sequences have a merge of their own
-_WAVE = 2  # blocks of a merge that a multiprocessor runs at a time
+_WAVE = 1  # blocks of a merge that a multiprocessor runs at a time, of one item a warp
 # Blocks of four warps on a multiprocessor by DIM, ROWS and the bytes of an element, as many as registers allow.
 _BLOCKS = {
     (64, 8, 2): 2, (128, 8, 2): 2, (128, 16, 2): 2, (256, 8, 2): 1,

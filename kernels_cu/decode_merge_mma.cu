@@ -39,7 +39,7 @@ struct Merged {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(256, 2)
+extern "C" __global__ void __launch_bounds__(256, SET)
 cuattn_decode_merge_mma(float* workspace, const float* sinks, const float* v_scale, float v_factor, T* out, float* lse,
                         const __grid_constant__ MmaLayout layout) {
     // 1. My sequence and share, its pieces and groups.
