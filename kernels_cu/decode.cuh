@@ -105,9 +105,9 @@ struct ScoreRule {
     }
     // slope in base 2 too, see slope_of.
     __device__ __forceinline__ float score(float product, float slope, int ahead) const {
-        float s = product * factor;
+        float s = __fmul_rn(product, factor);              // rounded on its own, also where a kernel has fewer options
         if (softcap > 0.f) s = tanhf(s) * (softcap * LOG2E);
-        return slope == 0.f ? s : s - slope * fabsf(float(ahead));
+        return slope == 0.f ? s : fmaf(-slope, fabsf(float(ahead)), s);
     }
 };
 

@@ -127,6 +127,6 @@ cuattn_decode_merge_mma(float* workspace, const float* sinks, const float* v_sca
         }
         if (together && warp > 0) continue;
 #pragma unroll 1
-        for (int i = 0; i < SET; ++i) finish({i ? total.acc[1] : total.acc[0], total.weight}, b, my, item + i, lane);
+        for (int i = 0; i < SET; ++i) finish({SET > 1 && i ? total.acc[SET - 1] : total.acc[0], total.weight}, b, my, item + i, lane);
     }
 }

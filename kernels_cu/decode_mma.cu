@@ -172,7 +172,8 @@ cuattn_decode_mma(const T* q, C* k_pages, C* v_pages, const void* block_table, c
             if (here.bits & Ticket::NOTHING) break;
         }
         // Queries come before tiles that are asked for later: the first ones, those of other sequences on their own.
-        if (round < 0 ? asked < 0 && round > -stages : here.b != asked) ask_for_queries(round < 0 ? next.b : here.b);
+        const bool first = round < 0 && round > -stages && asked < 0 && !(next.bits & Ticket::NOTHING);
+        if (first || (round >= 0 && here.b != asked)) ask_for_queries(first ? next.b : here.b);
         if (round >= 0) {
             if (fresh && round > 0) {
                 end_of_copies();

@@ -13,8 +13,9 @@ template <> constexpr bool IS_HALF<__half> = true;
 // M: of the weights. A state in progress: the largest score, or SLACK less, and the sum, and all the output.
 template <int COLUMNS, int STEPS, typename M> struct OnlineSoftmax {
     // A weight is exp2(S - top + RAISE), with top at most SLACK below the largest score: so a new largest score seldom
-    // makes what was summed up shrink, and half, which is coarse below 2^-14, has room above.
-    static constexpr float SLACK = 7.f, RAISE = IS_HALF<M> ? 8.f : 0.f;
+    // makes what was summed up shrink. Half, which is coarse below 2^-14, has room above; where values may be as large as a
+    // float, no weight exceeds 1.
+    static constexpr float SLACK = 7.f, RAISE = IS_HALF<M> ? 8.f : -SLACK;
 
     Weight weight[COLUMNS];
     float o[COLUMNS][STEPS][4];
@@ -43,7 +44,7 @@ template <int COLUMNS, int STEPS, typename M> struct OnlineSoftmax {
                     }
                     const float highest = high[c] - top[c] > SLACK ? high[c] : top[c];   // a row's own affair
                     const float rescale = exp2_fast(top[c] - shift_of(highest));
-                    top[c] = highest, sum[c] *= rescale;
+                    top[c] = highest, sum[c] = __fmul_rn(sum[c], rescale);
 #pragma unroll
                     for (int step = 0; step < STEPS; ++step) o[n][step][c] *= rescale, o[n][step][2 + c] *= rescale;
                 }

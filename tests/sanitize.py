@@ -83,6 +83,11 @@ def decode() -> None:
                         split_kv_decode(**arrays, out=out, lse=lse[..., 0])
                     split_kv_decode(**new_tokens(replace(case, new=3, rotary=ROTARY[turn % 2])), out=out, lse=lse[..., 0])
                 turn += 1
+        for lengths in ((600, 0, 37), (16, 1, 48)):  # what the short code of tensor cores takes, whole tiles and parts
+            case = DecodeCase(lengths, 1, (6, 2), (64, 64), 16, dtype, float8)
+            arrays = {n: to_device(x, cupy) if isinstance(x, np.ndarray) else x for n, x in case.arrays().items()}
+            out, lse = (guarded((3, 1, 6, n), d, "row slice", cupy)[1] for n, d in ((64, dtype), (1, "float32")))
+            split_kv_decode(**arrays, out=out, lse=lse[..., 0])
     cupy.cuda.Device().synchronize()
 
 

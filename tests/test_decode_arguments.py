@@ -263,9 +263,11 @@ def planned(case: DecodeCase):
 
 
 @pytest.mark.parametrize("kernel", [*_plan_decode.kernels(), *_plan_decode_mma.kernels()], ids=str)
-def test_compiled_kernels_are_chosen(kernel):
+def test_compiled_kernels_are_chosen(kernel, monkeypatch):
     """Nothing is compiled and measured that no call can reach."""
     tile, (first, second) = dict(kernel.defines), types_of(kernel)
+    monkeypatch.setattr(_plan_decode_mma, "_WAVE", 10**6 if tile.get("SET") == 1 else 0)
+    _plan_decode.plan_decode.cache_clear()
     dtype, heads = np.dtype(DTYPES[first]).name, (4, 2)
     if kernel.file in ("decode_mma.cu", "decode_merge_mma.cu"):
         widths, heads = (tile["DIM"], 16), (2 * tile["ROWS"], 2)

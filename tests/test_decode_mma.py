@@ -123,6 +123,27 @@ def test_the_mean_of_equal_values_is_that_value_for_any_finite_scores(backend, d
     np.testing.assert_allclose(out, 1.75, rtol=2.0**-7, atol=0)  # the weights and the result, rounded to bfloat16
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_values_near_the_largest_float_stay_finite(backend, dtype):
+    """A weight above 1, where a later key scores a little higher, would overflow sums that are finite themselves."""
+    given = DecodeCase((17,), 1, (1, 1), (64, 64), dtype=dtype).arrays()
+    for side in ("k_pages", "v_pages", "q"):
+        given[side][...] = np.zeros((), given[side].dtype)
+    page = given["block_table"][0, 1]
+    given["q"][..., 0], given["k_pages"][page, 0, 0, 0], given["v_pages"][page, 0] = 1, 4.5, 1e37
+    out = backend.host(run(backend, given | {"sm_scale": 1.0}).out).astype(np.float64)
+    np.testing.assert_allclose(out, reference.decode(**given, sm_scale=1.0)[0], rtol=2.0**-7, atol=0)
+
+
+@pytest.mark.parametrize("control", [0, 1, 5, 6, 9])
+def test_the_short_code_has_the_bits_of_the_long(kernels, control):
+    """A table of int64 is not for the short one; both must round alike, with softcap and ALiBi too."""
+    given = replace(LONG, control=control).arrays()
+    a, b = run(kernels, given), run(kernels, given | {"block_table": given["block_table"].astype(np.int64)})
+    assert_same_bits(a.out, b.out)
+    assert_same_bits(a.lse, b.lse)
+
+
 @pytest.mark.parametrize("warps", [FEW, MANY])
 def test_nan_that_is_seen_shows(kernels, most_warps, warps):
     """A leaf whose scores are all NaN has no largest one, and yet it is not empty."""
