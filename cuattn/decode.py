@@ -78,7 +78,7 @@ def decode(
         Where to put the result; apart from all other arrays.
     workspace : array, (n,), float32, optional
         Scratch memory of `decode_workspace_size` bytes or more, beginning at a multiple of 16 bytes; allocated if it is
-        needed and not given.
+        None, but not while a CUDA graph is captured, whose replays would use memory that others have got.
     plan : DecodePlan, optional
         From `plan_decode`, for arrays of these shapes, strides, dtypes and alignments.
 
@@ -219,6 +219,9 @@ def _fitting(plan: DecodePlan | None, call: Call, dims: Any) -> DecodePlan:
     workspace = call.specs["workspace"]
     if workspace is not None:
         _check_decode.workspace(call.function, workspace, plan.workspace_bytes // 4)
+    elif plan.workspace_bytes and call.capturing():
+        rule = "workspace must be given while a CUDA graph is captured: replays would use what others get since"
+        raise ValueError(f"decode: {rule}; got None")
     return plan
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import cuattn
 from cuattn import reference
+from cuattn._call import Call
 from cuattn._plan_decode import splits_within
 from cuattn.decode import decode, decode_workspace_size, plan_decode
 from cuattn.testing import assert_same_bits, assert_state, check_guard, merge_bound
@@ -239,3 +240,13 @@ def test_the_state_of_nothing_is_the_identity(backend):
     state = run(backend, DecodeCase((0, 0), 2).arrays())
     assert isinstance(state, cuattn.AttentionState)
     assert not backend.host(state.out).any() and np.isneginf(backend.host(state.lse)).all()
+
+
+def test_scratch_memory_is_not_allocated_for_a_graph(kernels, monkeypatch):
+    """Its replays would write to what the pool has given to others since."""
+    given = moved(kernels, DecodeCase((700,), 1).arrays())
+    monkeypatch.setattr(Call, "capturing", lambda self: True)
+    with pytest.raises(ValueError, match="decode: workspace must be given while a CUDA graph is captured.*; got None"):
+        decode(**given)
+    space = kernels.array(np.zeros(plan_decode(**given).workspace_bytes // 4, np.float32))
+    decode(**given, workspace=space)

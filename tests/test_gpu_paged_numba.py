@@ -8,7 +8,7 @@ import pytest
 from numba import cuda
 
 import cuattn
-from cuattn.decode import decode
+from cuattn.decode import decode, decode_workspace_size
 from cuattn.numba import advance, locate, sequence_of, slot_mapping, slot_mapping_varlen, slot_of, update_block_table
 from cuattn.paged import append_kv
 from cuattn.paged_cache import PagedKVCache
@@ -88,11 +88,12 @@ def test_a_step_of_decoding_in_a_graph():
     table, lengths = cache.block_table([0, 1], width=6), cache.cache_seqlens([0, 1])
     q, k, v = (cupy.zeros((2, 1, heads, 64), np.float16) for heads in (8, 2, 2))
     out, rows = cupy.empty_like(q), cupy.arange(2)
+    space = cupy.empty(decode_workspace_size(2, 1, 8, 2, 64, 6 * 16) // 4, np.float32)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
 
     def step():
-        decode(q, **cache.layer(0), block_table=table, cache_seqlens=lengths, k=k, v=v, out=out)
+        decode(q, **cache.layer(0), block_table=table, cache_seqlens=lengths, k=k, v=v, out=out, workspace=space)
         advance(lengths, rows, 1)
 
     with cuattn.checking("arguments"), stream:
