@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -172,3 +173,13 @@ def ascending_offsets(where: str, values: np.ndarray, limit: int, limit_name: st
     if len(values) and values[-1] > limit:
         raise ValueError(f"{where}[-1] must be at most {limit_name} ({limit}); got {values[-1]}")
 
+
+def plan_fits(call: Call, plan: Any, dims: Any) -> None:
+    """A plan that was passed in is for arrays like these on a device like this one."""
+    if plan.dims is not dims and vars(plan.dims) != vars(dims):
+        differ = [name for name, value in vars(dims).items() if getattr(plan.dims, name) != value]
+        rule = "plan must be for a call like this one"
+        raise ValueError(f"{call.function}: {rule}; got one with other {', '.join(differ)}")
+    if plan.device != call.info():
+        rule = f"plan must be for a device like this one {call.info()}"
+        raise ValueError(f"{call.function}: {rule}; got one for {plan.device}")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from cuattn import _check, _check_rotary, _check_scale
+from cuattn import _check, _check_rotary, _check_scale, _check_scores
 from cuattn._call import ArraySpec, Call, remembered
 from cuattn._check import FLOAT8, FLOAT32, FLOATS
 from cuattn._check_decode_values import decode_values
-from cuattn._check_scale import Factors
-from cuattn._dims_decode import UNBOUNDED, DecodeDims, IndexDims, NewDims
+from cuattn._dims import IndexDims
+from cuattn._dims_decode import DecodeDims, NewDims
 
 _MAX_TOKENS = 2**31 - 2**16  # of a sequence: the kernel counts them in 32 bits, some steps beyond the end
 _MAX_ROWS = 2**17  # seqlen_q * num_heads: what a grid reaches
@@ -26,34 +25,29 @@ MaybeSpec = ArraySpec | None
 _shared_dims = functools.lru_cache(4096)(DecodeDims)  # so that a plan fits by identity, with a workspace and without
 
 
-class Options(NamedTuple):
-    """What is no array, as the kernel takes it; scales that are arrays count 1 here."""
-
-    sm_scale: np.float32
-    softcap: np.float32
-    k_scale: np.float32
-    v_scale: np.float32
-
-
 def decode(
     call: Call, causal: bool, window: tuple[int, int], interleaved: bool, scaled: bool, values: bool
 ) -> DecodeDims:
     """`scaled`: a scale is given. Table, lengths, padding and batch indices are looked at if `values`."""
-    dims = _decode(call, *_window(call.function, causal, window), bool(interleaved), scaled)
+    dims = _decode(call, *_check_scores.window(call.function, causal, window), bool(interleaved), scaled)
     _check.outputs(call, _RESULTS if call.specs["k"] is None else _RESULTS_AND_PAGES)
     if values:
         decode_values(call, dims)
     return dims
 
 
-def options(function: str, head_dim: int, sm_scale: Any, softcap: Any, factors: Factors) -> Options:
-    """Numbers in float32."""
-    if sm_scale is None:
-        sm_scale = head_dim**-0.5
-    for name, given in (("sm_scale", sm_scale), ("softcap", softcap)):
-        if not _check_scale.is_number(given):
-            raise TypeError(f"{function}: {name} must be a number; got {type(given).__name__}")
-    return _options(function, sm_scale, softcap, *factors)
+def sizes(function: str, given: dict[str, Any]) -> None:
+    """Sizes of a call without its arrays."""
+    for name, size in given.items():
+        if not isinstance(size, (int, np.integer)) or isinstance(size, bool):
+            raise TypeError(f"{function}: {name} must be an integer; got {type(size).__name__}")
+        if size < 0:
+            raise ValueError(f"{function}: {name} must be at least 0; got {size}")
+    heads, kv_heads, head_dim = given["num_heads"], given["num_kv_heads"], given["head_dim"]
+    if heads % kv_heads if kv_heads else heads:
+        raise ValueError(f"{function}: num_heads must be a multiple of num_kv_heads ({kv_heads}); got {heads}")
+    if not 1 <= head_dim <= _check.MAX_HEAD_DIM:
+        raise ValueError(f"{function}: head_dim must be 1 to {_check.MAX_HEAD_DIM}; got {head_dim}")
 
 
 @functools.lru_cache(4096)
@@ -68,40 +62,6 @@ def workspace(function: str, spec: ArraySpec, least: int) -> None:
         raise ValueError(f"{where} must begin at a multiple of 16 bytes; got one of {spec.alignment}")
     if spec.shape[0] < least:
         raise ValueError(f"{where}.shape[0] must be at least {least} (decode_workspace_size / 4); got {spec.shape[0]}")
-
-
-@functools.lru_cache(4096)
-def _options(function: str, *numbers: float) -> Options:
-    with np.errstate(over="ignore"):
-        options = Options(*map(_float32, numbers))
-    for name, given, value in zip(Options._fields, numbers, options):
-        if not np.isfinite(value):
-            raise ValueError(f"{function}: {name} must be finite in float32; got {given}")
-    if options.softcap < 0 or (numbers[1] > 0 and options.softcap < np.finfo(np.float32).tiny):
-        raise ValueError(f"{function}: softcap must be 0 (off) or above 0 in float32; got {numbers[1]}")
-    return options
-
-
-def _float32(number: float) -> np.float32:
-    try:
-        return np.float32(number)
-    except OverflowError:  # an int beyond float64
-        return np.float32(np.inf)
-
-
-def _window(function: str, causal: bool, window: Any) -> tuple[tuple[int, int], bool]:
-    """Keys seen before and after the position of a query, and whether any limit was asked for."""
-    try:
-        left, right = window
-        left, right = operator.index(left), operator.index(right)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{function}: window must be two integers (left, right); got {window!r}") from error
-    if left < -1 or right < -1:
-        raise ValueError(f"{function}: window must be (left, right), each -1 (unbounded) or more; got {window}")
-    local = bool(causal) or (left, right) != (-1, -1)
-    left = UNBOUNDED if left == -1 else min(left, UNBOUNDED)
-    right = 0 if causal else UNBOUNDED if right == -1 else min(right, UNBOUNDED)
-    return (left, right), local
 
 
 @remembered
@@ -137,8 +97,8 @@ def _decode(call: Call, window: tuple[int, int], local: bool, interleaved: bool,
         _index(where + "cache_leftpad", leftpad),
         _leading(where + "q", q), _leading(where + "out", out), _leading(where + "lse", lse),
         _leading(where + "k_pages", k), _leading(where + "v_pages", v),
-        _by_head(where + "alibi_slopes", slopes, [(num_heads,), (batch, num_heads)]),
-        _by_head(where + "sinks", sinks, [(num_heads,)])[1],
+        _check_scores.by_head(where + "alibi_slopes", slopes, [(num_heads,), (batch, num_heads)]),
+        _check_scores.by_head(where + "sinks", sinks, [(num_heads,)])[1],
         _check_scale.step(where + "k_scale", specs["k_scale"], num_kv_heads),
         _check_scale.step(where + "v_scale", specs["v_scale"], num_kv_heads),
         math.gcd(_check.alignment(k, range(3)), _check.alignment(v, range(3))),
@@ -236,14 +196,3 @@ def _leading(where: str, array: ArraySpec) -> tuple[int, int, int]:
     """Strides along the first three axes."""
     a, b, c = _check.strides_in_elements(where, array)[:3]
     return a, b, c
-
-
-def _by_head(where: str, array: MaybeSpec, shapes: list[tuple[int, ...]]) -> tuple[int, int]:
-    """Strides along batch and heads."""
-    if array is None:
-        return 0, 0
-    _check.dtype(where, array, [FLOAT32])
-    if array.shape not in shapes:
-        raise ValueError(f"{where}.shape must be {' or '.join(map(str, shapes))}; got {array.shape}")
-    strides = _check.strides_in_elements(where, array)
-    return (0, strides[0]) if len(strides) == 1 else (strides[0], strides[1])

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 MAX_ROW_AXES = 4  # what rows.cuh walks
+UNBOUNDED = 2**31 - 1  # of a window: no position is further away
 
 Strides = tuple[int, ...]  # of MAX_ROW_AXES axes, if not said otherwise
 
@@ -43,6 +44,13 @@ class PagedSide(NamedTuple):
     tokens: Strides  # from token to token, from head to head; copying: of the pages that are read, as `pages`
     pages: Strides  # from page to page, offset to offset, head to head
     scale_step: int  # elements from the scale of one head to that of the next; 0 if there is one for all, or none
+
+
+class IndexDims(NamedTuple):
+    """An array of indices; strides are in elements."""
+
+    bytes: int  # 4 or 8 an entry; 0: the array is absent
+    step: int  # along the last axis
 
 
 class RotaryDims(NamedTuple):

@@ -7,16 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuattn._dims import RotaryDims
-
-UNBOUNDED = 2**31 - 1  # of a window: no position is further away
-
-
-class IndexDims(NamedTuple):
-    """An array of indices; strides are in elements."""
-
-    bytes: int  # 4 or 8 an entry; 0: the array is absent
-    step: int  # along the last axis
+from cuattn._dims import IndexDims, RotaryDims
 
 
 class NewDims(NamedTuple):

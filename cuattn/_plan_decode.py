@@ -49,8 +49,8 @@ class DecodePlan:
 
     See Also
     --------
-    cuattn.decode.plan_decode : makes one.
-    cuattn.decode.decode_workspace_size : scratch memory that is enough, without a plan.
+    cuattn.plan_decode : makes one.
+    cuattn.decode_workspace_size : scratch memory that is enough, without a plan.
     """
 
     split: Launch

@@ -10,7 +10,8 @@ import numpy as np
 
 from cuattn import _check, _launch
 from cuattn._compile import Kernel
-from cuattn._dims_decode import UNBOUNDED, DecodeDims
+from cuattn._dims import UNBOUNDED
+from cuattn._dims_decode import DecodeDims
 
 _DIMS = (64, 128, 256)
 # As in decode_work.cuh and decode_mma.cu:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from cuattn import _check, _check_decode, _check_scale, _plan_decode, _plan_decode_mma, reference
+from cuattn import _check, _check_decode, _check_scale, _check_scores, _plan_decode, _plan_decode_mma, reference
 from cuattn._call import Call, rounded
 from cuattn._check_scale import Factors
-from cuattn._dims_decode import UNBOUNDED
+from cuattn._dims import UNBOUNDED
 from cuattn._plan_decode import DecodePlan
 from cuattn.state import AttentionState
 
@@ -42,7 +42,8 @@ def decode(
     block_table : array, (batch, max_pages_per_seq), int32 or int64
         Page ids of each sequence; (num_sequences, max_pages_per_seq) with `cache_batch_idx`.
     cache_seqlens : array, (batch,), int32 or int64
-        Tokens of each sequence in the cache, without the new ones; read on the device.
+        Tokens of each sequence in the cache, without the new ones (`PagedKVCache.cache_seqlens` with ``num_new``); read
+        on the device.
     k : array, (batch, seqlen_new, num_kv_heads, head_dim), of q's dtype, optional
         Keys of new tokens: token i becomes token ``cache_seqlens + i``. seqlen_new may differ from seqlen_q. Stored
         bit for bit as `append_kv` stores them: ``k / k_scale`` in float8 pages.
@@ -79,6 +80,7 @@ def decode(
     workspace : array, (n,), float32, optional
         Scratch memory of `decode_workspace_size` bytes or more, beginning at a multiple of 16 bytes; allocated if it is
         None, but not while a CUDA graph is captured, whose replays would use memory that others have got.
+        NumPy arrays need none.
     plan : DecodePlan, optional
         From `plan_decode`, for arrays of these shapes, strides, dtypes and alignments.
 
@@ -91,8 +93,8 @@ def decode(
     Raises
     ------
     TypeError, ValueError
-        If dtypes, shapes, strides, devices or options don't fit, or arrays overlap; nothing is written then. Page ids,
-        lengths and batch indices out of range are always refused for NumPy arrays, and on a device only under
+        If dtypes, shapes, strides, devices or options don't fit, or arrays overlap; nothing is written then. Page ids
+        that are read, lengths and batch indices out of range are refused for NumPy arrays, and on a device only under
         ``checking("values")``; otherwise such a page has no keys and takes none, and neither has a sequence whose
         length is negative or whose batch index is wrong. New tokens beyond the row of the table or beyond the rows of
         rotary_cos are left out, and longer sequences are cut. A query beyond the rows of rotary_cos is not rotated. A
@@ -119,7 +121,7 @@ def decode(
         "out": out, "lse": lse, "workspace": workspace,
     })  # fmt: skip
     dims = _check_decode.decode(call, causal, window, rotary_interleaved, scaled, call.checks_values())
-    options = _check_decode.options("decode", dims.head_dim, sm_scale, softcap, factors)
+    options = _check_scores.options("decode", dims.head_dim, sm_scale, softcap, factors)
     if call.engine is not None:
         plan = _fitting(plan, call, dims)
     rows = (dims.batch, dims.seqlen_q, dims.num_heads)
@@ -192,7 +194,20 @@ def decode_workspace_size(
     -------
     int
         A multiple of 4; 0 up to 64 tokens. `plan_decode` asks for less on most devices.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a size is no integer, is negative, or is not what `decode` takes.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> size = cuattn.decode_workspace_size(2, 1, num_heads=8, num_kv_heads=2, head_dim=64, max_tokens=4096)
+    >>> workspace = np.empty(size // 4, np.float32)                  # of cupy, for arrays on a device
     """
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    _check_decode.sizes("decode_workspace_size", {**sizes, "head_dim": head_dim, "max_tokens": max_tokens})
     splits = _plan_decode.splits_within(max_tokens, num_kv_heads)
     group = num_heads // max(num_kv_heads, 1)
     return max(
@@ -211,11 +226,8 @@ def _call(function: str, arrays: dict[str, Any]) -> tuple[Call, Factors, bool]:
 def _fitting(plan: DecodePlan | None, call: Call, dims: Any) -> DecodePlan:
     if plan is None:
         plan = _plan_decode.plan_decode(dims, call.info())
-    elif plan.dims is not dims and vars(plan.dims) != vars(dims):
-        differ = [name for name, value in vars(dims).items() if getattr(plan.dims, name) != value]
-        raise ValueError(f"decode: plan must be for a call like this one; got one with other {', '.join(differ)}")
-    elif plan.device != call.info():
-        raise ValueError(f"decode: plan must be for a device like this one {call.info()}; got one for {plan.device}")
+    else:
+        _check.plan_fits(call, plan, dims)
     workspace = call.specs["workspace"]
     if workspace is not None:
         _check_decode.workspace(call.function, workspace, plan.workspace_bytes // 4)
@@ -225,7 +237,7 @@ def _fitting(plan: DecodePlan | None, call: Call, dims: Any) -> DecodePlan:
     return plan
 
 
-def _run(call: Call, plan: DecodePlan, options: _check_decode.Options, out: Any, lse: Any) -> None:
+def _run(call: Call, plan: DecodePlan, options: _check_scores.Options, out: Any, lse: Any) -> None:
     arrays = call.arrays
     workspace = None
     if plan.workspace_bytes:

@@ -41,7 +41,7 @@ def apply_rotary(
 
     See Also
     --------
-    cuattn.paged.append_kv, cuattn.decode.decode : which rotate on the way.
+    cuattn.append_kv, cuattn.decode : which rotate on the way.
     cuattn.reference.apply_rotary : the definition, which NumPy arrays get.
 
     Notes

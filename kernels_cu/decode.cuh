@@ -2,25 +2,16 @@
 //
 // A sequence of `length` tokens is cut into splits of split_size(length) tokens: at most max_splits of a multiple of
 // 128 tokens, at least 256. The rule knows nothing of batch, table or device, so neither do the bits.
-// Scores are in base 2. A key that is not seen has the score -inf, and its value is selected away, never multiplied.
 // Oracle: reference/decode.py, reference/attention.py
 #pragma once
+#include "online_softmax.cuh"
 #include "paged_kv.cuh"
 #include "rotary.cuh"
 #include "state.cuh"
 
 namespace cuattn {
 
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr int SPLIT_STEP = 128, SPLIT_LEAST = 256;      // tokens, as in cuattn/_plan_decode.py
-
-struct QueryStrides {                    // of an array (batch, seqlen_q, num_heads, ...), in elements
-    int64 b, i, h;
-
-    __device__ __forceinline__ int64 at(int64 batch, int64 query, int64 head) const {
-        return batch * b + query * i + head * h;
-    }
-};
 
 struct DecodeLayout {
     int64 seqlen_q, num_heads, group;    // group: query heads of one kv head
@@ -67,8 +58,6 @@ __device__ __forceinline__ int num_splits(int length, int max_splits) {
     return (unsigned(length) + size - 1) / size;
 }
 
-struct Keys { int begin, end; };
-
 // Keys from `from` to `to` - 1 that a query from first_query to last_query sees, if any does.
 __device__ __forceinline__ Keys keys_within(int64 from, int64 to, const Sequence& own, int first_query, int last_query,
                                             const DecodeLayout& at) {
@@ -94,29 +83,17 @@ __device__ __forceinline__ Slot token_at(int j, const void* table, int64 row, co
 
 // Whether a query sees a key that lies `ahead` of its position (behind it: negative).
 __device__ __forceinline__ bool sees(int ahead, const DecodeLayout& at) {
-    return ahead <= at.window_right && -int64(ahead) <= at.window_left;
+    return within(ahead, at.window_left, at.window_right);
 }
-
-struct ScoreRule {
-    float factor, softcap;               // without a cap, factor holds log2(e)
-
-    __device__ __forceinline__ ScoreRule(float sm_scale, float k_scale, float cap) : softcap(cap) {
-        factor = cap > 0.f ? sm_scale * k_scale / cap : sm_scale * k_scale * LOG2E;
-    }
-    // slope in base 2 too, see slope_of.
-    __device__ __forceinline__ float score(float product, float slope, int ahead) const {
-        float s = __fmul_rn(product, factor);              // rounded on its own, also where a kernel has fewer options
-        if (softcap > 0.f) s = tanhf(s) * (softcap * LOG2E);
-        return slope == 0.f ? s : fmaf(-slope, fabsf(float(ahead)), s);
-    }
-};
 
 __device__ __forceinline__ float slope_of(const float* slopes, int64 b, int64 h, const DecodeLayout& at) {
     return slopes == nullptr ? 0.f : slopes[b * at.slopes_b + h * at.slopes_h] * LOG2E;
 }
 
-// exp2(m - shift(m)): the difference is never -inf - -inf.
-__device__ __forceinline__ float shift_of(float max) { return max == -INFINITY ? 0.f : max; }
+// The sink of a head, -inf if there is none: an empty state then, which changes no bit.
+__device__ __forceinline__ float sink_of(const float* sinks, int64 h, const DecodeLayout& at) {
+    return sinks == nullptr ? -INFINITY : sinks[h * at.sinks_h];
+}
 
 // One query row in the workspace: num_splits float32 states. All outs lie before all lses.
 struct PartialRow {
@@ -127,11 +104,6 @@ struct PartialRow {
         lse = workspace + rows * at.splits * at.head_dim_v + row * at.splits;
     }
 };
-
-// The sink of a head, -inf if there is none: an empty state then, which changes no bit.
-__device__ __forceinline__ float sink_of(const float* sinks, int64 h, const DecodeLayout& at) {
-    return sinks == nullptr ? -INFINITY : sinks[h * at.sinks_h];
-}
 
 // Adds the sink to a merge in progress and ends it.
 __device__ __forceinline__ void finish_with_sink(State<1>& state, float sink, float& lse, float (&x)[1]) {

@@ -7,9 +7,6 @@
 
 namespace cuattn {
 
-template <typename X> constexpr bool IS_HALF = false;
-template <> constexpr bool IS_HALF<__half> = true;
-
 // M: of the weights. A state in progress: the largest score, or SLACK less, and the sum, and all the output.
 template <int COLUMNS, int STEPS, typename M> struct OnlineSoftmax {
     // A weight is exp2(S - top + RAISE), with top at most SLACK below the largest score: so a new largest score seldom

@@ -11,6 +11,8 @@
 namespace cuattn {
 
 constexpr unsigned ALL = 0xffffffff;
+template <typename X> constexpr bool IS_HALF = false;
+template <> constexpr bool IS_HALF<__half> = true;
 
 // A value that stays in its register: the compiler cannot tell how it came about and so will not compute it again.
 template <typename X> __device__ __forceinline__ X kept(X x) {
@@ -84,6 +86,14 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes
 #elif __CUDA_ARCH__ >= 900
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
                  :: "r"(unsigned(__cvta_generic_to_shared(to)) ^ unsigned(policy.nothing)), "l"(from), "r"(bytes), "l"(policy.word) : "memory");
+#else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from), "r"(bytes) : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_async(void* to, const void* from, int bytes) {
+#ifdef CUEMU
+    cuemu::cp_async<16>(to, bytes ? from : nullptr, bytes);
 #else
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from), "r"(bytes) : "memory");

@@ -250,3 +250,20 @@ def test_scratch_memory_is_not_allocated_for_a_graph(kernels, monkeypatch):
         decode(**given)
     space = kernels.array(np.zeros(plan_decode(**given).workspace_bytes // 4, np.float32))
     decode(**given, workspace=space)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"batch": -1}, ValueError, "batch must be at least 0; got -1"),
+        ({"num_kv_heads": 0}, ValueError, r"num_heads must be a multiple of num_kv_heads \(0\); got 8"),
+        ({"num_heads": 7}, ValueError, r"num_heads must be a multiple of num_kv_heads \(2\); got 7"),
+        ({"head_dim": 513}, ValueError, "head_dim must be 1 to 512; got 513"),
+        ({"max_tokens": 1000.5}, TypeError, "max_tokens must be an integer; got float"),
+    ],
+)
+def test_sizes_of_scratch_memory_are_checked(changed, error, text):
+    sizes = {"batch": 2, "seqlen_q": 1, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "max_tokens": 1000}
+    assert decode_workspace_size(**sizes) > 0
+    with pytest.raises(error, match="decode_workspace_size: " + text):
+        decode_workspace_size(**sizes | changed)
