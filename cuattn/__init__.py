@@ -11,6 +11,13 @@ if (_root / "kernels_cu").is_dir() and (_root / "setup.cfg").is_file():
 from cuattn._compile import CompileError, get_include  # noqa: E402  the CUDA headers, for kernels of your own
 from cuattn._settings import checking  # noqa: E402  how much of the arguments is checked
 from cuattn._version import __version__  # noqa: E402
+from cuattn.attention import (  # noqa: E402  attention of many queries
+    AttentionPlan,
+    attention,
+    attention_varlen,
+    plan_attention,
+    plan_attention_varlen,
+)
 from cuattn.base2 import lse_from_base2, lse_to_base2  # noqa: E402  for libraries with base-2 logarithms
 from cuattn.decode import (  # noqa: E402  attention of the newest tokens
     DecodePlan,
@@ -36,6 +43,7 @@ from cuattn.state import (  # noqa: E402  partial results and how they combine
 )
 
 __all__ = [
+    "AttentionPlan",
     "AttentionState",
     "CompileError",
     "DecodePlan",
@@ -47,6 +55,8 @@ __all__ = [
     "__version__",
     "append_kv",
     "apply_rotary",
+    "attention",
+    "attention_varlen",
     "checking",
     "copy_pages",
     "decode",
@@ -59,6 +69,8 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
     "merge_states_varlen",
+    "plan_attention",
+    "plan_attention_varlen",
     "plan_decode",
     "swap_pages",
 ]

@@ -14,9 +14,12 @@ from cuattn.paged import append_kv, copy_pages, gather_kv
 from cuattn.rotary import apply_rotary
 from cuattn.testing import StateCase, guarded, place, to_device
 from cuattn.testing.profiles import as_dtype
+from tests.attention_cases import KINDS, AttentionCase
+from tests.backends import Gpu, moved
 from tests.decode_cases import CONTROLS, DecodeCase
 from tests.paged_cases import PagedCase
 
+GPU = Gpu()
 ROTARY = ("halves 7 wide", "interleaved 3 narrow")
 PLANTED = r"""
 extern "C" __global__ void memcheck(float* x) { x[threadIdx.x + 1000000000] = 1; }
@@ -91,6 +94,42 @@ def decode() -> None:
     cupy.cuda.Device().synchronize()
 
 
+def attention() -> None:
+    """Every tile of the complete variant and of tensor cores, with offsets, lengths and pages that name nothing; results inside guards."""
+    turn = 0
+    for dtype, float8 in (("float16", False), ("bfloat16", True), ("float32", False)):
+        for widths in ((5, 3), (64, 64), (128, 16), (256, 48), (512, 40)):
+            for kind in KINDS:
+                control = (1, 6, 10)[turn % 3] if kind == "dense" else (1, 6, 7)[turn % 3]
+                case = AttentionCase(((70, 90), (3, 0), (0, 5)), kind, (6, 2), widths, 17, dtype, float8, control=control)
+                _attend(case, dtype)
+                turn += 1
+    cupy.cuda.Device().synchronize()
+
+
+def attention_sm90() -> None:
+    """Hopper's kernel: several tiles of rows and keys, with values that only some rows may see."""
+    for dtype in ("float16", "bfloat16"):
+        for widths in ((64, 64), (128, 16), (80, 128)):
+            for kind in ("dense", "packed"):
+                for control in (1, 3):
+                    _attend(AttentionCase(((200, 300), (3, 0), (0, 5)), kind, (4, 2), widths, dtype=dtype, control=control), dtype)
+    cupy.cuda.Device().synchronize()
+
+
+def _attend(case: AttentionCase, dtype: str) -> None:
+    given = case.arrays()
+    wild = {n: np.array([10**6, -5, 3, 2**31 - 1], given[n].dtype) for n in ("cu_seqlens_q", "cu_seqlens_k") if n in given}
+    rows = given["q"].shape[:-1]
+    out, lse = (guarded((*rows, n), d, "row slice", cupy)[1] for n, d in ((case.head_dims[1], dtype), (1, "float32")))
+    function = cuattn.attention_varlen if wild else cuattn.attention
+    if "block_table" in given:
+        given["block_table"][0, :2] = -1, 2**30
+    with cuattn.checking("arguments"):
+        for changed in ({}, wild):
+            function(**moved(GPU, given | changed), out=out, lse=lse[..., 0], return_state=True)
+
+
 def new_tokens(case: DecodeCase) -> dict:
     """New tokens into pages inside guards, some of whose ids name nothing, and beyond the tables of page ids and angles."""
     given = case.arrays()
@@ -120,7 +159,9 @@ def rotary() -> None:
     cupy.cuda.Device().synchronize()
 
 
-CASES = {"state": state, "paged": paged, "decode": decode, "rotary": rotary}
+# Hopper's kernel is run by hand: `python -m tests.sanitize attention_sm90` under each tool.
+CASES = {"state": state, "paged": paged, "decode": decode, "rotary": rotary, "attention": attention}
+MORE = {"attention_sm90": attention_sm90}
 
 if __name__ == "__main__":
     if sys.argv[1].startswith("planted-"):
@@ -128,4 +169,4 @@ if __name__ == "__main__":
         kernel((1,), (64,), (cupy.zeros(64, np.float32),))
         cupy.cuda.Device().synchronize()
     else:
-        CASES[sys.argv[1]]()
+        (CASES | MORE)[sys.argv[1]]()
