@@ -13,7 +13,7 @@ BLOCKS = {name: code for name, text in SECTIONS.items() for code in re.findall(r
 
 
 def test_blocks_are_found():
-    assert list(BLOCKS) == ["States", "Pages and decode"] and TEXT.count("```python") == len(BLOCKS)
+    assert list(BLOCKS) == ["States", "Attention of prompts", "Pages and decode"] and TEXT.count("```python") == len(BLOCKS)
 
 
 @pytest.mark.parametrize("section", BLOCKS)
