@@ -73,9 +73,9 @@ def _varlen(call: Call, window: tuple[int, int], capped: bool) -> AttentionDims:
     batch = cu_q.shape[0] - 1
     if batch < 0:
         raise ValueError(f"{where}cu_seqlens_q.shape must be (batch + 1,); got (0,)")
-    for name, array, size in (("cu_seqlens_k", cu_k, batch + 1), ("seqused_k", used, batch)):
-        if array is not None:
-            _check.shape(where + name, array, (size,), f"({'batch + 1' if size > batch else 'batch'},)")
+    for name, index, size in (("cu_seqlens_k", cu_k, batch + 1), ("seqused_k", used, batch)):
+        if index is not None:
+            _check.shape(where + name, index, (size,), f"({'batch + 1' if size > batch else 'batch'},)")
     if table is not None:
         _check.axes(where + "block_table", table, ("batch", "max_pages_per_seq"))
         if table.shape[0] != batch:

@@ -160,8 +160,8 @@ def _sm90_shared_bytes(dim: int) -> int:
 
 def _sm90_kernel(dtype: np.dtype, dim: int) -> Kernel:
     numbers = {"DIM": dim, "CONSUMERS": _SM90_CONSUMERS[dim], "SHARED": _sm90_shared_bytes(dim)}
-    defines = ("T", _check.CUDA_TYPES[dtype]), *numbers.items()
-    return Kernel("attention_sm90.cu", "cuattn_attention_sm90", defines, "a")
+    types = ("T", _check.CUDA_TYPES[dtype])
+    return Kernel("attention_sm90.cu", "cuattn_attention_sm90", (types, *numbers.items()), "a")
 
 
 def _shared_bytes(dim: int) -> int:
