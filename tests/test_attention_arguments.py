@@ -184,3 +184,49 @@ def test_variants_agree_within_their_bounds(kernels):
     assert abs(a - b).max() < 2.0**-7
     again = run(kernels, aligned.arrays())
     assert_same_bits(states[0].out, again.out)
+
+
+# Hopper's kernel, as far as the host decides
+
+H200 = DeviceInfo((9, 0), 132)
+
+
+def on_hopper(kernels, given: dict):
+    """The plan that such a call has on an H200."""
+    function = plan_attention_varlen if "cu_seqlens_q" in given else plan_attention
+    return _plan_attention.plan_attention(function(**moved(kernels, given)).dims, H200)
+
+
+@pytest.mark.parametrize(
+    ("case", "changed", "why"),
+    [
+        (AttentionCase(((3, 5),), "pages"), {}, "softcap, slopes, a mask or pages"),
+        (AttentionCase(((3, 5),), "dense"), {"softcap": 2.0}, "softcap, slopes, a mask or pages"),
+        (AttentionCase(((3, 5),), "dense", control=10), {}, "softcap, slopes, a mask or pages"),
+        (AttentionCase(((3, 5),), "dense", head_dims=(64, 136)), {}, "head_dim or head_dim_v above 128"),
+        (AttentionCase(((3, 5),) * 2, "dense", layout="flipped"), {}, "strides that a tensor map has not"),
+        (AttentionCase(((3, 0),), "dense"), {}, "no keys"),
+        (AttentionCase(((3, 5),), "packed"), {"k": np.broadcast_to(zeros(5, 1, 64), (5, 2, 64))}, "strides that a tensor map has not"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_is_not_for_hopper(kernels, case, changed, why):
+    plan = on_hopper(kernels, {**case.arrays(), **changed})
+    assert plan.variant == "mma" and why in plan.why
+
+
+def test_tensor_maps(kernels):
+    """Sizes are (features, sequence, heads, batch); strides skip the first axis and are in bytes."""
+    dense = on_hopper(kernels, AttentionCase(((3, 5),) * 2, "dense", (4, 2), (64, 48)).arrays())
+    assert dense.variant == "sm90"
+    assert _plan_attention.tensor_axes(dense.dims, "q") == ((64, 3, 4, 2), (4 * 128, 128, 3 * 4 * 128), 128)
+    assert _plan_attention.tensor_axes(dense.dims, "v") == ((48, 5, 2, 2), (2 * 96, 96, 5 * 2 * 96), 128)
+    packed = on_hopper(kernels, AttentionCase(((3, 5), (2, 7)), "packed", (4, 1), (128, 128)).arrays())
+    assert _plan_attention.tensor_axes(packed.dims, "q") == ((128, 5, 4, 1), (4 * 256, 256, 16), 128)
+    assert _plan_attention.tensor_axes(packed.dims, "k") == ((128, 12, 1, 1), (256, 16, 16), 128)
+
+
+def test_blocks_stay_where_sequences_are_short(kernels):
+    for keys, blocks in ((1024, 132), (1025, 5 * 33)):
+        given = AttentionCase(((4200, keys),), "dense", (5, 1), (64, 64)).arrays()
+        assert on_hopper(kernels, given).grid == (blocks, 1, 1)
