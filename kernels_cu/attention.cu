@@ -40,12 +40,12 @@ static_assert(sizeof(Shared) == CUATTN_SHARED, "what cuattn/_plan_attention.py a
 
 __device__ __forceinline__ float max_of_16(float x) {
 #pragma unroll
-    for (int other = 8; other > 0; other /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, other));
+    for (int other = 8; other > 0; other /= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, other));
     return x;
 }
 __device__ __forceinline__ float sum_of_16(float x) {
 #pragma unroll
-    for (int other = 8; other > 0; other /= 2) x += __shfl_xor_sync(0xffffffff, x, other);
+    for (int other = 8; other > 0; other /= 2) x += __shfl_xor_sync(ALL, x, other);
     return x;
 }
 
@@ -60,21 +60,19 @@ cuattn_attention(const T* q, const C* k, const C* v, const void* cu_q, const voi
     const RowTile rows = RowTile::of(gridDim.x - 1 - blockIdx.x, ROWS, int(at.group), cu_q, cu_k, used_k, at);
     if (rows.count < 1) return;
     const SequenceRows& own = rows.own;
-    const int g = blockIdx.y, t = threadIdx.x, x = t % 16, y = t / 16, group = int(at.group);
-    const auto query_of = [&](int r) { return unsigned(rows.first + min(r, rows.count - 1)) / unsigned(group); };
-    const auto head_of = [&](int r, int i) { return g * group + rows.first + min(r, rows.count - 1) - i * group; };
+    const int g = blockIdx.y, t = threadIdx.x, x = t % 16, y = t / 16;
     for (int n = t; n < ROWS * CHUNK * CHUNKS; n += THREADS) {
-        const int r = n / DIM, d = n % DIM, i = query_of(r);
+        const int r = n / DIM, d = n % DIM, i = rows.query_of(r);
         const bool there = r < rows.count && d < at.head_dim;
-        shared.query[d][r] = there ? to_float(q[at.q.at(own.b, own.first_q + i, head_of(r, i)) + d]) : 0.f;
+        shared.query[d][r] = there ? to_float(q[at.q.at(own.b, own.first_q + i, rows.head_of(r, i, g)) + d]) : 0.f;
     }
     const ScoreRule rule(sm_scale, Scales{k_scale, k_factor, at.k_scale}.of(g), softcap);
     float acc[CHUNKS][MINE][4] = {}, top[MINE], sum[MINE], slope[MINE];
     int query[MINE], head[MINE];
 #pragma unroll
     for (int r = 0; r < MINE; ++r) {
-        query[r] = query_of(y * MINE + r), head[r] = head_of(y * MINE + r, query[r]);
-        slope[r] = slopes == nullptr ? 0.f : slopes[own.b * at.slopes_b + head[r] * at.slopes_h] * LOG2E;
+        query[r] = rows.query_of(y * MINE + r), head[r] = rows.head_of(y * MINE + r, query[r], g);
+        slope[r] = slope_of(slopes, own.b, head[r], at);
         top[r] = -INFINITY, sum[r] = 0.f;
     }
 
@@ -159,7 +157,7 @@ cuattn_attention(const T* q, const C* k, const C* v, const void* cu_q, const voi
     for (int r = 0; r < MINE; ++r) {
         const float total = sum_of_16(sum[r]);
         if (y * MINE + r >= rows.count) continue;
-        const Ending ending(top[r], total, value_scale, sinks == nullptr ? -INFINITY : sinks[head[r] * at.sinks_h]);
+        const Ending ending(top[r], total, value_scale, sink_of(sinks, head[r], at));
         T* const row = out + at.out.at(own.b, own.first_q + query[r], head[r]);
 #pragma unroll
         for (int i = 0; i < CHUNKS * 4; ++i) {

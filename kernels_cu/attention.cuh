@@ -96,6 +96,12 @@ struct RowTile {
     __device__ __forceinline__ Keys seen_by_some(const AttentionLayout& at) const { return seen(first_query(), last_query(), at); }
     __device__ __forceinline__ Keys seen_by_all(const AttentionLayout& at) const { return seen(last_query(), first_query(), at); }
 
+    // Of row r, behind the last one that of the last: its query, and its head with kv head g.
+    __device__ __forceinline__ int query_of(int r) const { return unsigned(first + min(r, count - 1)) / unsigned(group); }
+    __device__ __forceinline__ int head_of(int r, int query, int g) const {
+        return g * group + first + min(r, count - 1) - query * group;
+    }
+
 private:
     __device__ __forceinline__ int first_query() const { return unsigned(first) / unsigned(group); }
     __device__ __forceinline__ int last_query() const { return unsigned(first + count - 1) / unsigned(group); }
@@ -134,6 +140,9 @@ template <int SIZE> struct DenseTiles {
         return true;
     }
 };
+
+// Infinite or NaN.
+template <typename T> __device__ __forceinline__ bool is_odd(T x) { return !(fabsf(to_float(x)) < INFINITY); }
 
 // Where key j of a sequence lies; nowhere if its page does not exist.
 __device__ __forceinline__ Slot place_of(const SequenceRows& own, int j, const void* table, const AttentionLayout& at) {

@@ -27,8 +27,6 @@ constexpr float RAISE = IS_HALF<T> ? 8.f : 0.f;
 // Chunk c of row r lies at c ^ r % 8: eight rows of a chunk, which a matrix load reads, lie in eight different banks.
 __device__ __forceinline__ int place_in_tile(int r, int c) { return (r * CHUNKS + (c ^ r % 8)) * 8; }
 
-__device__ __forceinline__ bool is_odd(T x) { return !(fabsf(to_float(x)) < INFINITY); }              // infinite or NaN
-
 constexpr int64 NOWHERE = -1;
 
 struct Shared {
@@ -49,14 +47,12 @@ cuattn_attention_mma(const T* q, const T* k, const T* v, const void* cu_q, const
     const RowTile rows = RowTile::of(gridDim.x - 1 - blockIdx.x, ROWS, int(at.group), cu_q, cu_k, used_k, at);
     if (rows.count < 1) return;
     const SequenceRows& own = rows.own;
-    const int g = blockIdx.y, t = threadIdx.x, lane = t % 32, warp = t / 32, group = int(at.group);
-    const auto query_of = [&](int r) { return int(unsigned(rows.first + min(r, rows.count - 1)) / unsigned(group)); };
-    const auto head_of = [&](int r, int i) { return g * group + rows.first + min(r, rows.count - 1) - i * group; };
+    const int g = blockIdx.y, t = threadIdx.x, lane = t % 32, warp = t / 32;
 #pragma unroll 4
     for (int n = t; n < ROWS * CHUNKS; n += THREADS) {
-        const int r = n / CHUNKS, c = n % CHUNKS, i = query_of(r);
+        const int r = n / CHUNKS, c = n % CHUNKS, i = rows.query_of(r);
         const bool there = r < rows.count && c * 8 < at.head_dim;
-        const T* const from = q + at.q.at(own.b, own.first_q + i, head_of(r, i)) + (there ? c * 8 : 0);
+        const T* const from = q + at.q.at(own.b, own.first_q + i, rows.head_of(r, i, g)) + (there ? c * 8 : 0);
         copy_async(&shared.query[place_in_tile(r, c)], from, there ? 16 : 0);
     }
     const T *const keys = k + g * at.k.head, *const values = v + g * at.v.head;
@@ -140,7 +136,7 @@ cuattn_attention_mma(const T* q, const T* k, const T* v, const void* cu_q, const
             for (int half = 0; half < 2; ++half) {
                 unsigned seen = 0xffffffff;                // of my keys, a bit each
                 int query = 0, head = 0;
-                if (!PLAIN || masked) query = query_of(row_of(i, half)), head = head_of(row_of(i, half), query);
+                if (!PLAIN || masked) query = rows.query_of(row_of(i, half)), head = rows.head_of(row_of(i, half), query, g);
                 if (masked) {
                     seen = 0;
 #pragma unroll 1
@@ -148,7 +144,7 @@ cuattn_attention_mma(const T* q, const T* k, const T* v, const void* cu_q, const
                         seen |= unsigned(sees(tile, stage, query, head, e / 2 * 8 + lane % 4 * 2 + e % 2)) << e;
                     }
                 }
-                const float slope = PLAIN || slopes == nullptr ? 0.f : slopes[own.b * at.slopes_b + head * at.slopes_h] * LOG2E;
+                const float slope = PLAIN ? 0.f : slope_of(slopes, own.b, head, at);
                 float highest = top[i][half];
 #pragma unroll
                 for (int e = 0; e < COLUMNS * 2; ++e) {
@@ -197,8 +193,8 @@ cuattn_attention_mma(const T* q, const T* k, const T* v, const void* cu_q, const
                     if (!(shared.odd[stage][j / 32] >> j % 32 & 1)) continue;
 #pragma unroll
                     for (int i = 0; i < ATOMS * 2; ++i) {
-                        const int query = query_of(row_of(i / 2, i % 2));
-                        if (!sees(tile, stage, query, head_of(row_of(i / 2, i % 2), query), j)) continue;
+                        const int query = rows.query_of(row_of(i / 2, i % 2));
+                        if (!sees(tile, stage, query, rows.head_of(row_of(i / 2, i % 2), query, g), j)) continue;
 #pragma unroll
                         for (int e = 0; e < STEPS * 4; ++e) {
                             const T value = all[place_in_tile(j, e / 2) + lane % 4 * 2 + e % 2];
@@ -248,9 +244,9 @@ cuattn_attention_mma(const T* q, const T* k, const T* v, const void* cu_q, const
         float total = sum[i / 2][i % 2];
         total += __shfl_xor_sync(ALL, total, 1);
         total += __shfl_xor_sync(ALL, total, 2);
-        const int r = row_of(i / 2, i % 2), query = query_of(r), head = head_of(r, query);
+        const int r = row_of(i / 2, i % 2), query = rows.query_of(r), head = rows.head_of(r, query, g);
         if (r >= rows.count) continue;
-        Ending ending(top[i / 2][i % 2] - RAISE, total, value_scale, sinks == nullptr ? -INFINITY : sinks[head * at.sinks_h]);
+        Ending ending(top[i / 2][i % 2] - RAISE, total, value_scale, sink_of(sinks, head, at));
         T* const row = out + at.out.at(own.b, own.first_q + query, head);
 #pragma unroll
         for (int n = 0; n < STEPS * 2; ++n) {

@@ -32,7 +32,6 @@ struct alignas(1024) Shared {
 };
 static_assert(sizeof(Shared) == CUATTN_SHARED, "what cuattn/_plan_attention.py asks for");
 
-__device__ __forceinline__ bool is_odd(T x) { return !(fabsf(to_float(x)) < INFINITY); }              // infinite or NaN
 // Chunk c, 16 bytes, of row r of panels of `height` bytes.
 __device__ __forceinline__ char* chunk_at(T* panels, int height, int r, int c) {
     return reinterpret_cast<char*>(panels) + c / 8 * height + r * 128 + (c % 8 ^ r % 8) * 16;
@@ -281,7 +280,7 @@ cuattn_attention_sm90(const __grid_constant__ TensorMap queries, const __grid_co
 
         // 3. The end of each row, through the memory of the queries.
         const float value_scale = Scales{v_scale, v_factor, at.v_scale}.of(unsigned(h) / unsigned(at.group));
-        const float sink = sinks == nullptr ? -INFINITY : sinks[h * at.sinks_h];
+        const float sink = sink_of(sinks, h, at);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float total = softmax.sum[r];

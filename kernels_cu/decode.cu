@@ -36,7 +36,6 @@ constexpr int VECTORS = FEATURES / VEC;
 constexpr int ROWS = FEATURES == 8 ? 4 : 2;                          // query rows of a block: what registers hold
 constexpr int KEYS = VEC > 1 ? FEATURES * sizeof(C) > 16 ? 2 : 4 : sizeof(C) > 1 ? 2 : 1;   // in flight per lane
 constexpr int THREADS = 128, BLOCKS = VEC > 1 ? 3 : 2;               // a multiprocessor; NVRTC would spill for a third
-constexpr unsigned ALL = 0xffffffff;
 static_assert(ROWS * 32 <= THREADS, "query rows pass through the memory in which streams are merged");
 
 __device__ __forceinline__ int vector_of(int n, int lane, int lanes) { return n * lanes + lane; }

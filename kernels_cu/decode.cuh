@@ -86,15 +86,6 @@ __device__ __forceinline__ bool sees(int ahead, const DecodeLayout& at) {
     return within(ahead, at.window_left, at.window_right);
 }
 
-__device__ __forceinline__ float slope_of(const float* slopes, int64 b, int64 h, const DecodeLayout& at) {
-    return slopes == nullptr ? 0.f : slopes[b * at.slopes_b + h * at.slopes_h] * LOG2E;
-}
-
-// The sink of a head, -inf if there is none: an empty state then, which changes no bit.
-__device__ __forceinline__ float sink_of(const float* sinks, int64 h, const DecodeLayout& at) {
-    return sinks == nullptr ? -INFINITY : sinks[h * at.sinks_h];
-}
-
 // One query row in the workspace: num_splits float32 states. All outs lie before all lses.
 struct PartialRow {
     float *out, *lse;                    // out (splits, head_dim_v), lse (splits)

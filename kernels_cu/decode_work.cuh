@@ -163,13 +163,6 @@ struct Blend {
 struct alignas(16) Partial {
     float4 acc;
     Weight weight;
-
-    __device__ __forceinline__ static Partial empty() { return {{0.f, 0.f, 0.f, 0.f}, Weight::empty()}; }
-
-    __device__ __forceinline__ void add(const Partial& other) {
-        const Blend blend(weight, other.weight);
-        acc = blend.of(acc, other.acc);
-    }
 };
 
 // The workspace: ToMerge of each sequence, then acc (slots, shares, items, 8, pairs) and (max, sum) of two rows (slots,

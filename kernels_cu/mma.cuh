@@ -10,7 +10,6 @@
 
 namespace cuattn {
 
-constexpr unsigned ALL = 0xffffffff;
 template <typename X> constexpr bool IS_HALF = false;
 template <> constexpr bool IS_HALF<__half> = true;
 
@@ -97,14 +96,6 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes
 #else
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from), "r"(bytes) : "memory");
-#endif
-}
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-#ifdef CUEMU
-    cuemu::cp_async<16>(to, from, 16);
-#else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                 :: "r"(unsigned(__cvta_generic_to_shared(to))), "l"(from) : "memory");
 #endif
 }
 // The copies since the last one become a group, maybe an empty one.

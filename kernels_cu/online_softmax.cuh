@@ -29,13 +29,23 @@ struct ScoreRule {
     __device__ __forceinline__ ScoreRule(float sm_scale, float k_scale, float cap) : softcap(cap) {
         factor = cap > 0.f ? sm_scale * k_scale / cap : sm_scale * k_scale * LOG2E;
     }
-    // The slope in base 2 too: times LOG2E.
+    // slope in base 2 too, see slope_of.
     __device__ __forceinline__ float score(float product, float slope, int ahead) const {
         float s = __fmul_rn(product, factor);              // rounded on its own, also where a kernel has fewer options
         if (softcap > 0.f) s = __fmul_rn(tanhf(s), softcap * LOG2E);
         return slope == 0.f ? s : fmaf(-slope, fabsf(float(ahead)), s);
     }
 };
+
+// The slope of a head in base 2, 0 if there is none. Layout: of a call of decode or attention.
+template <typename Layout>
+__device__ __forceinline__ float slope_of(const float* slopes, int64 b, int64 h, const Layout& at) {
+    return slopes == nullptr ? 0.f : slopes[b * at.slopes_b + h * at.slopes_h] * LOG2E;
+}
+// The sink of a head, -inf if there is none: an empty state then, which changes no bit.
+template <typename Layout> __device__ __forceinline__ float sink_of(const float* sinks, int64 h, const Layout& at) {
+    return sinks == nullptr ? -INFINITY : sinks[h * at.sinks_h];
+}
 
 // exp2(m - shift(m)): the difference is never -inf - -inf.
 __device__ __forceinline__ float shift_of(float max) { return max == -INFINITY ? 0.f : max; }

@@ -11,6 +11,7 @@
 namespace cuattn {
 
 using int64 = long long;                 // every offset is 64-bit from its first multiplication
+constexpr unsigned ALL = 0xffffffff;     // lanes of a warp
 
 // Two neighbours at a time: one conversion instruction handles both.
 __device__ __forceinline__ float2 to_float2(const float* p) { return {p[0], p[1]}; }
