@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from cuattn._call import ArraySpec, Call, array_spec
+from cuattn._dims import IndexDims
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
@@ -172,6 +173,36 @@ def ascending_offsets(where: str, values: np.ndarray, limit: int, limit_name: st
         raise ValueError(f"{where} must be ascending; got {values[i]} before {values[i + 1]} at index {i + 1}")
     if len(values) and values[-1] > limit:
         raise ValueError(f"{where}[-1] must be at most {limit_name} ({limit}); got {values[-1]}")
+
+
+def results(
+    where: str, q: ArraySpec, head_dim_v: int, out: ArraySpec | None, lse: ArraySpec | None
+) -> tuple[ArraySpec, ArraySpec]:
+    """Output and lse of attention, as given or as they will be allocated: the rows are those of q."""
+    rows = q.shape[:-1]
+    out = fresh((*rows, head_dim_v), q.dtype) if out is None else out
+    lse = fresh(rows, FLOAT32) if lse is None else lse
+    for name, array, kind, size in (("out", out, q.dtype, (*rows, head_dim_v)), ("lse", lse, FLOAT32, rows)):
+        dtype(where + name, array, [kind])
+        shape(where + name, array, size, "the result's shape")
+        distinct_elements(where + name, array)
+    head_dim(where + "out", out)
+    return out, lse
+
+
+def index(where: str, spec: ArraySpec | None) -> IndexDims:
+    """Of an array of indices, which may be absent."""
+    if spec is None:
+        return IndexDims(0, 0)
+    dtype(where, spec, INDICES)
+    return IndexDims(spec.dtype.itemsize, strides_in_elements(where, spec)[-1])
+
+
+def page_ids(function: str, row: int, first: int, ids: np.ndarray, num_pages: int) -> None:
+    """Entries of a block table from column `first` on, all of which are read. For CUATTN_CHECK=values."""
+    for j in np.flatnonzero((ids < 0) | (ids >= num_pages))[:1]:
+        rule = f"block_table[{row}, {first + j}] must be within 0 and num_pages - 1 ({num_pages - 1})"
+        raise ValueError(f"{function}: {rule}; got {ids[j]}")
 
 
 def plan_fits(call: Call, plan: Any, dims: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from cuattn import _check, _check_scale, _check_scores
 from cuattn._call import ArraySpec, Call, remembered
-from cuattn._check import FLOAT8, FLOAT32, FLOATS
+from cuattn._check import FLOAT8, FLOATS
 from cuattn._check_attention_values import attention_values
 from cuattn._dims import IndexDims
 from cuattn._dims_attention import ABSENT, AttentionDims, MaskDims
@@ -81,7 +81,8 @@ def _varlen(call: Call, window: tuple[int, int], capped: bool) -> AttentionDims:
         if table.shape[0] != batch:
             rule = f"block_table.shape[0] must equal batch of cu_seqlens_q ({batch})"
             raise ValueError(f"{where}{rule}; got {table.shape[0]}")
-    indices = tuple(_index(where + n, specs[n]) for n in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"))
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"
+    indices = tuple(_check.index(where + name, specs[name]) for name in names)
     num_pages, page_size, seqlen_k, row = 0, 0, k.shape[0], 0
     if table is not None:
         num_pages, page_size = k.shape[:2]
@@ -117,7 +118,7 @@ def _shared(
     for name, size in (("seqlen_k", seqlen_k), ("seqlen_q * heads of a kv head", seqlen_q * group)):
         if size > _MOST:
             raise ValueError(f"{where}{name} must be at most {_MOST}; got {size}")
-    out, lse = _results(where, q, head_dim_v, specs["out"], specs["lse"])
+    out, lse = _check.results(where, q, head_dim_v, specs["out"], specs["lse"])
     slopes = [(num_heads,), (batch, num_heads)]
     return _shared_dims(
         batch, seqlen_q, seqlen_k, num_heads, num_kv_heads, head_dim, head_dim_v, num_pages, page_size,
@@ -131,18 +132,6 @@ def _shared(
         math.gcd(*(_check.alignment(x, range(len(x.shape) - 1)) for x in (q, k, v))),
         not (capped or specs["alibi_slopes"] or mask.given), mask,
     )  # fmt: skip
-
-
-def _results(where: str, q: ArraySpec, head_dim_v: int, out: MaybeSpec, lse: MaybeSpec) -> tuple[ArraySpec, ArraySpec]:
-    rows = q.shape[:-1]
-    out = _check.fresh((*rows, head_dim_v), q.dtype) if out is None else out
-    lse = _check.fresh(rows, FLOAT32) if lse is None else lse
-    for name, array, dtype, shape in (("out", out, q.dtype, (*rows, head_dim_v)), ("lse", lse, FLOAT32, rows)):
-        _check.dtype(where + name, array, [dtype])
-        _check.shape(where + name, array, shape, "the result's shape")
-        _check.distinct_elements(where + name, array)
-    _check.head_dim(where + "out", out)
-    return out, lse
 
 
 def _mask(where: str, mask: MaybeSpec, shape: tuple[int, int, int, int]) -> MaskDims:
@@ -159,13 +148,6 @@ def _mask(where: str, mask: MaybeSpec, shape: tuple[int, int, int, int]) -> Mask
     strides = [s if n > 1 else 0 for n, s in zip(mask.shape, mask.strides)]
     b, h, i, j = [0] * missing + strides
     return MaskDims(bits, (b, h, i, j), True)
-
-
-def _index(where: str, index: MaybeSpec) -> IndexDims:
-    if index is None:
-        return ABSENT
-    _check.dtype(where, index, _check.INDICES)
-    return IndexDims(index.dtype.itemsize, _check.strides_in_elements(where, index)[-1])
 
 
 def _leading(where: str, array: ArraySpec, features: int) -> tuple[int, int, int]:

@@ -41,7 +41,4 @@ def _pages(call: Call, dims: AttentionDims, lengths_q: np.ndarray, lengths: np.n
         if not queries or first >= length:
             continue
         begin, end = first // dims.page_size, -(-length // dims.page_size)
-        pages = table[b, begin:end]
-        for j in np.flatnonzero((pages < 0) | (pages >= dims.num_pages))[:1]:
-            rule = f"block_table[{b}, {begin + j}] must be within 0 and num_pages - 1 ({dims.num_pages - 1})"
-            raise ValueError(f"{call.function}: {rule}; got {pages[j]}")
+        _check.page_ids(call.function, b, begin, table[b, begin:end], dims.num_pages)

@@ -12,7 +12,6 @@ from cuattn import _check, _check_rotary, _check_scale, _check_scores
 from cuattn._call import ArraySpec, Call, remembered
 from cuattn._check import FLOAT8, FLOAT32, FLOATS
 from cuattn._check_decode_values import decode_values
-from cuattn._dims import IndexDims
 from cuattn._dims_decode import DecodeDims, NewDims
 
 _MAX_TOKENS = 2**31 - 2**16  # of a sequence: the kernel counts them in 32 bits, some steps beyond the end
@@ -88,13 +87,13 @@ def _decode(call: Call, window: tuple[int, int], local: bool, interleaved: bool,
     if table.shape[1] * page_size > _MAX_TOKENS:
         rule = f"block_table.shape[1] * page_size must be at most {_MAX_TOKENS}"
         raise ValueError(f"{where}{rule}; got {table.shape[1] * page_size}")
-    out, lse = _results(where, q, head_dim_v, (specs["out"], specs["lse"]))
+    out, lse = _check.results(where, q, head_dim_v, specs["out"], specs["lse"])
     return _shared_dims(
         batch, seqlen_q, num_heads, num_kv_heads, head_dim, head_dim_v, num_pages, page_size, num_sequences,
         table.shape[1], q.dtype, k.dtype, window,
-        _index(where + "block_table", table), _check.strides_in_elements(where + "block_table", table)[0],
-        _index(where + "cache_seqlens", lengths), _index(where + "cache_batch_idx", batch_idx),
-        _index(where + "cache_leftpad", leftpad),
+        _check.index(where + "block_table", table), _check.strides_in_elements(where + "block_table", table)[0],
+        _check.index(where + "cache_seqlens", lengths), _check.index(where + "cache_batch_idx", batch_idx),
+        _check.index(where + "cache_leftpad", leftpad),
         _leading(where + "q", q), _leading(where + "out", out), _leading(where + "lse", lse),
         _leading(where + "k_pages", k), _leading(where + "v_pages", v),
         _check_scores.by_head(where + "alibi_slopes", slopes, [(num_heads,), (batch, num_heads)]),
@@ -167,29 +166,6 @@ def _tables(
         if array is not None and name != "block_table":
             _check.shape(where + name, array, (batch,), "q.shape[:1]")
     return table.shape[0]
-
-
-def _results(
-    where: str, q: ArraySpec, head_dim_v: int, results: tuple[MaybeSpec, MaybeSpec]
-) -> tuple[ArraySpec, ArraySpec]:
-    rows = q.shape[:3]
-    out, lse = results
-    out = _check.fresh((*rows, head_dim_v), q.dtype) if out is None else out
-    lse = _check.fresh(rows, FLOAT32) if lse is None else lse
-    _check.dtype(where + "out", out, [q.dtype])
-    _check.dtype(where + "lse", lse, [FLOAT32])
-    _check.shape(where + "out", out, (*rows, head_dim_v), "the result's shape")
-    _check.shape(where + "lse", lse, rows, "the result's shape")
-    _check.head_dim(where + "out", out)
-    _check.distinct_elements(where + "out", out)
-    _check.distinct_elements(where + "lse", lse)
-    return out, lse
-
-
-def _index(where: str, index: MaybeSpec) -> IndexDims:
-    if index is None:
-        return IndexDims(0, 0)
-    return IndexDims(index.dtype.itemsize, _check.strides_in_elements(where, index)[-1])
 
 
 def _leading(where: str, array: ArraySpec) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn import _check_scale, reference
+from cuattn import _check, _check_scale, reference
 from cuattn._call import Call
 from cuattn._dims_decode import DecodeDims
 
@@ -32,9 +32,7 @@ def decode_values(call: Call, dims: DecodeDims) -> None:
         first = min(first, past) if new else first  # tokens from here on are seen or written
         first_page, end = first // dims.page_size, -(-total // dims.page_size)
         pages = table[rows[b], first_page : end if first < total else first_page]
-        for j in np.flatnonzero((pages < 0) | (pages >= dims.num_pages))[:1]:
-            name, rule = f"block_table[{rows[b]}, {first_page + j}]", f"num_pages - 1 ({dims.num_pages - 1})"
-            raise ValueError(f"{call.function}: {name} must be within 0 and {rule}; got {pages[j]}")
+        _check.page_ids(call.function, rows[b], first_page, pages, dims.num_pages)
     slots, counts = np.unique(reference.slots(table[rows], lengths, new, dims.page_size), return_counts=True)
     for slot in slots[counts > 1][:1]:
         page, offset = divmod(int(slot), dims.page_size)

@@ -129,17 +129,16 @@ def _lacks_sm90(dims: AttentionDims, device: _launch.DeviceInfo) -> str:
         return "softcap, slopes, a mask or pages"
     if max(dims.head_dim, dims.head_dim_v) > max(_SM90_CONSUMERS):
         return "head_dim or head_dim_v above 128"
-    batch = 1 if dims.packed else dims.batch
-    sizes = (batch, dims.seqlen_q, dims.num_heads), *[(batch, dims.seqlen_k, dims.num_kv_heads)] * 2
     # A tensor map has no axis of size 0 and no stride that is negative or 2^40 bytes.
-    axes = [(n, 2 * s) for size, steps in zip(sizes, (dims.q, dims.k, dims.v)) for n, s in zip(size, steps)]
-    if any(n == 0 or (n > 1 and not 0 < s < 2**40) for n, s in axes):
-        return "no keys, or strides that a tensor map has not"
+    for sizes, strides, _ in (tensor_axes(dims, name) for name in "qkv"):
+        if not all(sizes) or not all(0 < s < 2**40 for s in strides):
+            return "no keys, or strides that a tensor map has not"
     if (dims.seqlen_q // 64 + dims.batch) * max(dims.batch, 1) * dims.num_heads >= 2**31:
         return "2**31 tiles of rows"
     return ""
 
 
+@functools.lru_cache(4096)  # asked for in every call
 def tensor_axes(dims: AttentionDims, name: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Of q, k or v: sizes and strides for `tensor_map`, and the rows of a box."""
     steps, is_query = getattr(dims, name), name == "q"

@@ -100,7 +100,7 @@ def plan_decode(dims: DecodeDims, device: _launch.DeviceInfo) -> DecodePlan:
     vec, features = _tile(dims, widest)
     vectors = -(-widest // vec)
     # Of lone elements, neighbouring lanes load neighbours; vectors of 16 bytes take as few lanes as can be.
-    lanes = _power_of_two(min(vectors, 32) if vec == 1 else -(-vectors // (features // vec)))
+    lanes = _plan_decode_mma.power_of_two(min(vectors, 32) if vec == 1 else -(-vectors // (features // vec)))
     rows = _ROWS[features]
     row_groups = max(-(-dims.seqlen_q * dims.group // rows), 1)  # new tokens are written without queries too
     grid = (dims.batch * splits, dims.num_kv_heads * row_groups, 1)
@@ -125,11 +125,6 @@ def _tile(dims: DecodeDims, widest: int) -> tuple[int, int]:
     if dims.head_dim % vec or dims.head_dim_v % vec or dims.alignment < 16:
         return 1, 16
     return vec, 8 if vec <= 8 and widest <= 8 * 32 else 16
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 def _kernel(step: str, dtype: np.dtype, cache_dtype: np.dtype, vec: int, features: int) -> Kernel:

@@ -68,7 +68,7 @@ def tile(dims: DecodeDims, device: _launch.DeviceInfo) -> Tile | None:
     shares = dims.num_kv_heads * row_groups
     leaf, most = leaves(dim, rows)
     warps, stages, blocks = _in_shared_memory(dim, rows, itemsize, device.capability)
-    longer = _power_of_two(-(-dims.max_tokens // (1024 * leaf)))  # than 1024 leaves: then they are longer too
+    longer = power_of_two(-(-dims.max_tokens // (1024 * leaf)))  # than 1024 leaves: then they are longer too
     num_leaves = max(-(-dims.max_tokens // (leaf * longer)), 1)
     useful = shares * dims.batch * num_leaves  # warps, if every leaf had one
     resident = min(device.num_sms * blocks * warps, _MOST_WARPS)
@@ -175,7 +175,7 @@ def most_workspace_bytes(
     return max(found)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The smallest that is at least n."""
     return 1 << (n - 1).bit_length() if n > 0 else 1
 

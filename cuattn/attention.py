@@ -20,7 +20,7 @@ _INPUTS = operator.itemgetter(
 )  # fmt: skip
 
 _SM90_INPUTS = operator.itemgetter("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "sinks", "k_scale", "v_scale")
-_MAYBE_ABSENT = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "mask")
+_MAYBE_ABSENT = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "mask", "k_scale", "v_scale")
 
 
 def attention(
@@ -225,7 +225,7 @@ def _planned(call: Call, dims: AttentionDims) -> AttentionPlan:
 
 def _call(function: str, arrays: dict[str, Any]) -> tuple[Call, _check_scale.Factors]:
     """The call, and the scales that are numbers."""
-    arrays = {"k_scale": None, "v_scale": None, **arrays}
+    arrays = dict.fromkeys(_MAYBE_ABSENT) | arrays
     factors = _check_scale.by_value(function, arrays)
     return Call(function, arrays), factors
 
@@ -249,8 +249,7 @@ def _run(
     if call.engine is None:
         _by_definition(call, dims, factors, given, out, lse)
     elif plan is not None and dims.seqlen_q and dims.batch and dims.num_heads:
-        there = dict.fromkeys(_MAYBE_ABSENT) | arrays
-        inputs = _INPUTS(there) if plan.variant != "sm90" else [*_maps(call, dims), *_SM90_INPUTS(there)]
+        inputs = _INPUTS(arrays) if plan.variant != "sm90" else [*_maps(call, dims), *_SM90_INPUTS(arrays)]
         call.launch(plan, [*inputs, *options, out, lse, plan.layout])
     return AttentionState(out, lse) if return_state else out
 

@@ -11,7 +11,7 @@ from cuattn import reference
 from cuattn.testing import attention_bound
 from cuattn.testing.profiles import as_dtype
 from tests.backends import moved
-from tests.decode_cases import FLOAT8, NOTHING
+from tests.decode_cases import FLOAT8, NOTHING, by_head
 
 KINDS = ("dense", "packed", "pages")
 LAYOUTS = ("separate", "interleaved", "head major", "odd offset", "flipped")
@@ -29,7 +29,6 @@ CONTROLS = [  # what changes scores and masks
     {"mask": "bool"},
     {"mask": "bits", "causal": True},
 ]
-OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
 @dataclass(frozen=True)
@@ -85,13 +84,7 @@ class AttentionCase:
                 given["mask"] = np.packbits(kept, axis=-1, bitorder="little") if mask == "bits" else kept
         else:
             given = self.packed(rng, normal, dtype, stored)
-        if axes := control.pop("alibi", 0):
-            given["alibi_slopes"] = (rng.random((batch, self.heads[0])[-axes:]) / 4).astype(np.float32)
-        if control.pop("sinks", False):
-            given["sinks"] = np.repeat(rng.standard_normal(self.heads[0]).astype(np.float32), 2)[::2]
-        if self.float8:
-            scales = [0.75, np.exp(rng.standard_normal(2 * self.heads[1])).astype(np.float32)[::2]]
-            given |= {"k_scale": scales[self.seed % 2], "v_scale": scales[1 - self.seed % 2]}
+        given |= by_head(rng, control, self, batch)
         return given | control
 
     def packed(self, rng, normal, dtype, stored) -> dict:

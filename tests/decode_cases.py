@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from ml_dtypes import float8_e4m3fn
@@ -83,13 +84,7 @@ class DecodeCase:
         lengths = np.repeat(np.array(self.lengths, self.index), 2)[::2]
         given |= {"q": q, "block_table": np.repeat(table, 2, axis=1)[:, ::2], "cache_seqlens": lengths}
         control = dict(CONTROLS[self.control])
-        if axes := control.pop("alibi", 0):
-            given["alibi_slopes"] = (rng.random((batch, self.heads[0])[-axes:]) / 4).astype(np.float32)
-        if control.pop("sinks", False):
-            given["sinks"] = np.repeat(rng.standard_normal(self.heads[0]).astype(np.float32), 2)[::2]
-        if self.float8:
-            scales = [0.75, np.exp(rng.standard_normal(2 * self.heads[1])).astype(np.float32)[::2]]
-            given |= {"k_scale": scales[self.seed % 2], "v_scale": scales[1 - self.seed % 2]}
+        given |= by_head(rng, control, self, batch)
         if self.new is not None:
             given |= self.fresh(self.new)
         return given | control
@@ -116,6 +111,19 @@ class DecodeCase:
     def local(self) -> bool:
         """Whether queries stand at positions of their own."""
         return CONTROLS[self.control].get("causal", True) or CONTROLS[self.control].get("window", (-1, -1)) != (-1, -1)
+
+
+def by_head(rng: np.random.Generator, control: dict, case: Any, batch: int) -> dict:
+    """Slopes and sinks, if they are taken out of `control`, and scales of a case of decode or attention."""
+    given, (num_heads, num_kv_heads) = {}, case.heads
+    if axes := control.pop("alibi", 0):
+        given["alibi_slopes"] = (rng.random((batch, num_heads)[-axes:]) / 4).astype(np.float32)
+    if control.pop("sinks", False):
+        given["sinks"] = np.repeat(rng.standard_normal(num_heads).astype(np.float32), 2)[::2]
+    if case.float8:
+        scales = [0.75, np.exp(rng.standard_normal(2 * num_kv_heads)).astype(np.float32)[::2]]
+        given |= {"k_scale": scales[case.seed % 2], "v_scale": scales[1 - case.seed % 2]}
+    return given
 
 
 PAGES = ("k_pages", "v_pages")
