@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cuattn._compile import Kernel, build, supported_architectures
+from cuattn._counters import Counters
 
 
 class DeviceInfo(NamedTuple):
@@ -35,6 +36,7 @@ class Engine(Protocol):
     def to_host(self, array: Any) -> np.ndarray: ...
     def on(self, device: int) -> contextlib.AbstractContextManager[Any]: ...
     def capturing(self, device: int) -> bool: ...
+    def counter(self, device: int) -> Any: ...
     def copy_async(self, pieces: Iterable[tuple[int, int, int]], to_host: bool, device: int, stream: Any) -> None: ...
     def from_dlpack(self, array: Any) -> Any: ...
     def from_cuda_array_interface(self, array: Any) -> Any: ...
@@ -76,7 +78,7 @@ class CupyEngine:
         self.array_type = cupy.ndarray
         self._functions: dict[tuple[int, Kernel], Any] = {}
         self._infos: dict[int, DeviceInfo] = {}
-        self._lock = threading.Lock()
+        self._counters, self._lock = Counters(cupy), threading.Lock()
 
     def place(self, array: Any) -> tuple[int, int]:
         """Device and address."""
@@ -158,6 +160,10 @@ class CupyEngine:
     def capturing(self, device: int) -> bool:
         with self.on(device):
             return self._cupy.cuda.get_current_stream().is_capturing()
+
+    def counter(self, device: int) -> Any:
+        with self.on(device):
+            return self._counters.of_current_stream(device)
 
     def _load(self, device: int, kernel: Kernel) -> Any:
         with self._lock, self._cupy.cuda.Device(device):

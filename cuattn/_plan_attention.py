@@ -10,13 +10,16 @@ import numpy as np
 
 from cuattn import _check, _launch
 from cuattn._compile import Kernel
+from cuattn._dims import UNBOUNDED
 from cuattn._dims_attention import AttentionDims
 from cuattn._settings import debug
 
 _THREADS, _KEYS, _CHUNK = 256, 32, 64  # as in attention.cu
 _DIMS = (128, 512)  # head_dim and head_dim_v at most
-_SM90_KEYS, _SM90_CONSUMERS = 128, {64: 2, 128: 2}  # as in attention_sm90.cu, by DIM
-_SM90_L2, _SM90_SHORT = 32 << 20, 1024  # bytes of keys and values that stay there; keys
+# As in attention_sm90.cu, CONSUMERS and KEYS by DIM: what registers and shared memory hold. Of calls without causal and
+# window, where no tile straddles a diagonal, a larger KEYS is faster at 128.
+_SM90_TILES, _SM90_WIDE = {64: (3, 128), 96: (2, 128), 128: (2, 128), 192: (2, 112), 256: (2, 80)}, {128: (2, 176)}
+_SM90_L2 = 16 << 20  # bytes of keys and values that stay there
 _MMA_THREADS = 128  # as in attention_mma.cu
 _MMA_TILES = {64: (2, 64), 128: (2, 32), 256: (1, 32)}  # ATOMS and KEYS by DIM: what registers hold
 
@@ -74,10 +77,11 @@ def plan_attention(dims: AttentionDims, device: _launch.DeviceInfo) -> Attention
     widest, lacks = max(dims.head_dim, dims.head_dim_v), _lacks(dims, device)
     lacks_sm90 = lacks or _lacks_sm90(dims, device)
     if not lacks_sm90:
-        dim = next(d for d in _SM90_CONSUMERS if widest <= d)
-        variant, rows, group = "sm90", 64 * _SM90_CONSUMERS[dim], 1
+        tile = _sm90_tile(dims)
+        dim, consumers, _ = tile
+        variant, rows, group = "sm90", 64 * consumers, 1
         threads = 2 * rows + 128
-        kernel, shared = _sm90_kernel(dims.dtype, dim), _sm90_shared_bytes(dim) + 1024  # to begin at a multiple of that
+        kernel, shared = _sm90_kernel(dims.dtype, *tile), _sm90_shared_bytes(*tile)
         why = "Hopper, 16-bit arrays"
     elif not lacks:
         dim = next(d for d in _MMA_TILES if widest <= d)
@@ -97,14 +101,12 @@ def plan_attention(dims: AttentionDims, device: _launch.DeviceInfo) -> Attention
         rule = "a grid takes fewer than 2**31 tiles of query rows and 2**16 heads"
         raise ValueError(f"{'attention_varlen' if dims.packed else 'attention'}: {rule}; got {tiles} and {heads}")
     why = f"{why}; {rows} rows, since head_dim is up to {dim}"
-    grid, layout = (tiles, heads, 1), _layout(dims, 0, 0, 0)
+    grid, layout = (tiles, heads, 1), _layout(dims, 0, 0, 0, 0)
     if variant == "sm90":
         bytes_of_head = dims.seqlen_k * (dims.head_dim + dims.head_dim_v) * 2 * (1 if dims.packed else dims.batch)
         section = dims.group * max(_SM90_L2 // max(bytes_of_head, 1), 1)
-        # Of short sequences blocks stay and ask for the next queries early; of long ones the device balances better.
-        keys = dims.seqlen_k // max(dims.batch, 1) if dims.packed else dims.seqlen_k
-        blocks = min(tiles * heads, device.num_sms) if keys <= _SM90_SHORT else tiles * heads
-        grid, layout = (blocks, 1, 1), _layout(dims, tiles, heads, min(section, heads))
+        grid = (min(tiles * heads, device.num_sms), 1, 1)
+        layout = _layout(dims, tiles, heads, min(section, heads), _sm90_box(dims).bit_length() - 1)
     plan = AttentionPlan(variant, why, kernel, grid, (threads, 1, 1), shared, rows, device, dims, layout)
     debug(1, plan)
     return plan
@@ -125,10 +127,10 @@ def _lacks_sm90(dims: AttentionDims, device: _launch.DeviceInfo) -> str:
     """What a call that tensor cores take lacks for attention_sm90.cu; nothing if it takes it."""
     if device.capability != (9, 0):
         return "compute capability is not 9.0"
-    if not dims.plain or dims.page_size:
-        return "softcap, slopes, a mask or pages"
-    if max(dims.head_dim, dims.head_dim_v) > max(_SM90_CONSUMERS):
-        return "head_dim or head_dim_v above 128"
+    if not dims.plain:
+        return "softcap, slopes or a mask"
+    if dims.page_size and _sm90_box(dims) < 8:
+        return "pages of a size that is no multiple of 8"
     # A tensor map has no axis of size 0 and no stride that is negative or 2^40 bytes.
     for sizes, strides, _ in (tensor_axes(dims, name) for name in "qkv"):
         if not all(sizes) or not all(0 < s < 2**40 for s in strides):
@@ -143,22 +145,37 @@ def tensor_axes(dims: AttentionDims, name: str) -> tuple[tuple[int, ...], tuple[
     """Of q, k or v: sizes and strides for `tensor_map`, and the rows of a box."""
     steps, is_query = getattr(dims, name), name == "q"
     batch, length = 1 if dims.packed else dims.batch, dims.seqlen_q if is_query else dims.seqlen_k
+    if dims.page_size and not is_query:
+        batch, length = dims.num_pages, dims.page_size
     heads = dims.num_heads if is_query else dims.num_kv_heads
     features = dims.head_dim_v if name == "v" else dims.head_dim
     sizes = features, length, heads, batch
     strides = tuple(2 * s if n > 1 else 16 for n, s in zip(sizes[1:], (steps[1], steps[2], steps[0])))
-    dim = next(d for d in _SM90_CONSUMERS if max(dims.head_dim, dims.head_dim_v) <= d)
-    return sizes, strides, 64 * _SM90_CONSUMERS[dim] if is_query else _SM90_KEYS
+    _, consumers, keys = _sm90_tile(dims)
+    return sizes, strides, 64 * consumers if is_query else _sm90_box(dims) if dims.page_size else keys
 
 
-def _sm90_shared_bytes(dim: int) -> int:
-    """Shared of attention_sm90.cu."""
-    tiles = 2 * 2 * _SM90_KEYS * dim * 2 + 64 * _SM90_CONSUMERS[dim] * dim * 2
-    return -(-(tiles + 10 * 8 + 2 * 4 * 4) // 1024) * 1024
+def _sm90_tile(dims: AttentionDims) -> tuple[int, int, int]:
+    """DIM, CONSUMERS and KEYS of attention_sm90.cu."""
+    dim = next(d for d in _SM90_TILES if max(dims.head_dim, dims.head_dim_v) <= d)
+    wide = dims.window == (UNBOUNDED, UNBOUNDED)
+    return dim, *(_SM90_WIDE if wide and dim in _SM90_WIDE else _SM90_TILES)[dim]
 
 
-def _sm90_kernel(dtype: np.dtype, dim: int) -> Kernel:
-    numbers = {"DIM": dim, "CONSUMERS": _SM90_CONSUMERS[dim], "SHARED": _sm90_shared_bytes(dim)}
+def _sm90_box(dims: AttentionDims) -> int:
+    """Keys of a page that are copied at once: the largest power of two of which page and tile are multiples."""
+    whole = dims.page_size | _sm90_tile(dims)[2]
+    return whole & -whole
+
+
+def _sm90_shared_bytes(dim: int, consumers: int, keys: int) -> int:
+    """Shared of attention_sm90.cuh, and a little more."""
+    return (4 * keys + 64 * consumers) * -(-dim // 64) * 128 + 1024
+
+
+def _sm90_kernel(dtype: np.dtype, dim: int, consumers: int, keys: int) -> Kernel:
+    shared = _sm90_shared_bytes(dim, consumers, keys)
+    numbers = {"DIM": dim, "CONSUMERS": consumers, "KEYS": keys, "SHARED": shared}
     types = ("T", _check.CUDA_TYPES[dtype])
     return Kernel("attention_sm90.cu", "cuattn_attention_sm90", (types, *numbers.items()), "a")
 
@@ -195,7 +212,8 @@ def kernels() -> Iterator[Kernel]:
     for dtype in (_check.FLOAT16, _check.BFLOAT16):
         for dim in _MMA_TILES:
             yield from (_mma_kernel(dtype, dim, plain) for plain in (True, False))
-        yield from (_sm90_kernel(dtype, dim) for dim in _SM90_CONSUMERS)
+        tiles = (*_SM90_TILES.items(), *_SM90_WIDE.items())
+        yield from (_sm90_kernel(dtype, dim, *tile) for dim, tile in tiles)
 
 
 def _layout(dims: AttentionDims, *work: int) -> np.void:

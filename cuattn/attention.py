@@ -19,7 +19,9 @@ _INPUTS = operator.itemgetter(
     "k_scale", "v_scale",
 )  # fmt: skip
 
-_SM90_INPUTS = operator.itemgetter("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "sinks", "k_scale", "v_scale")
+_SM90_INPUTS = operator.itemgetter(
+    "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "sinks", "k_scale", "v_scale"
+)
 _MAYBE_ABSENT = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "mask", "k_scale", "v_scale")
 
 
@@ -249,7 +251,9 @@ def _run(
     if call.engine is None:
         _by_definition(call, dims, factors, given, out, lse)
     elif plan is not None and dims.seqlen_q and dims.batch and dims.num_heads:
-        inputs = _INPUTS(arrays) if plan.variant != "sm90" else [*_maps(call, dims), *_SM90_INPUTS(arrays)]
+        inputs = _INPUTS(arrays)
+        if plan.variant == "sm90":
+            inputs = [*_maps(call, dims), call.counter(), *_SM90_INPUTS(arrays)]
         call.launch(plan, [*inputs, *options, out, lse, plan.layout])
     return AttentionState(out, lse) if return_state else out
 

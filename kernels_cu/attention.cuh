@@ -32,7 +32,8 @@ struct AttentionLayout {
     PageStrides k, v;                    // of (batch, seqlen_k), of pages; packed: page = 0
     int64 slopes_b, slopes_h, sinks_h, k_scale, v_scale;
     Mask mask;
-    int64 tiles, heads, section;         // of attention_sm90.cu: tiles of rows of a head; heads that share L2
+    int64 tiles, heads, section;         // of attention_sm90.cu: tiles of rows of a head; heads that share L2;
+    int64 box_shift;                     // and of pages: 2^box_shift keys are copied at once
 };
 
 struct SequenceRows {
@@ -124,19 +125,19 @@ struct KeyTile {
     __device__ __forceinline__ int key(int n) const { return list == nullptr ? start + n : list[n]; }
 };
 
-// All keys between the first and the last that some row sees; tiles begin at multiples of SIZE, so bits do not depend on
-// which rows share a tile.
+// All keys between the first and the last that some row sees, the last first: those that only some see come before those
+// that all do. Tiles begin at multiples of SIZE, so bits do not depend on which rows share a tile.
 template <int SIZE> struct DenseTiles {
     Keys some, all;
     int next;
     bool masked;                         // by an array, or because pages may be missing
 
     __device__ __forceinline__ DenseTiles(const RowTile& rows, bool masked, const AttentionLayout& at)
-        : some(rows.seen_by_some(at)), all(rows.seen_by_all(at)), next(some.begin & -SIZE), masked(masked) {}
+        : some(rows.seen_by_some(at)), all(rows.seen_by_all(at)), next((some.end - 1) / SIZE * SIZE), masked(masked) {}
     __device__ __forceinline__ bool get(KeyTile& tile) {
-        if (next >= some.end) return false;
-        tile = {next, min(SIZE, some.end - next), nullptr, masked || next < all.begin || next + SIZE > all.end};
-        next += SIZE;
+        if (next < 0 || next <= some.begin - SIZE || some.end == 0) return false;
+        tile = {next, min(SIZE, some.end - next), nullptr, masked || next < all.begin || next > all.end - SIZE};
+        next -= SIZE;
         return true;
     }
 };

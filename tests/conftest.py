@@ -25,7 +25,7 @@ if not SIMULATOR:
     from tests.backends import BACKENDS
 
     if "gpu" not in BACKENDS:
-        collect_ignore += ["test_gpu.py", "test_gpu_paged.py", "test_gpu_paged_numba.py"]
+        collect_ignore += ["test_gpu.py", "test_gpu_attention.py", "test_gpu_paged.py", "test_gpu_paged_numba.py"]
 
     def pytest_report_header(config: pytest.Config) -> list[str]:
         report = subprocess.run([sys.executable, "-m", "tests.gpu_report", "--check"], capture_output=True, text=True, check=False)

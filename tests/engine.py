@@ -68,6 +68,9 @@ class EmulatorEngine:
     def capturing(self, device: int) -> bool:
         return False
 
+    def counter(self, device: int) -> np.ndarray:
+        return np.zeros(1, np.uint32)
+
     def copy_async(self, pieces: Any, to_host: bool, device: int, stream: Any) -> None:
         raise AssertionError("device and host are one in emulation")
 

@@ -159,7 +159,8 @@ def test_compiled_kernels_are_chosen(kernel, kernels):
     tile, types = dict(kernel.defines), types_of(kernel)
     dtype = np.dtype(DTYPES[types[0]]).name
     size = tile["DIM"] - 3 * (kernel.file == "attention.cu")
-    case = AttentionCase(((3, 5),), "dense", (2, 1), (size, 8), dtype=dtype, float8=len(set(types)) > 1, control=0 if tile.get("PLAIN", 1) else 6)
+    control = 6 if not tile.get("PLAIN", 1) else 0 if tile.get("KEYS") == 176 else 1
+    case = AttentionCase(((3, 5),), "dense", (2, 1), (size, 8), dtype=dtype, float8=len(set(types)) > 1, control=control)
     given = moved(kernels, case.arrays())
     dims = plan_attention(**{n: x for n, x in given.items() if n not in ("k_scale", "v_scale")}).dims
     plan = _plan_attention.plan_attention(dims, DeviceInfo((9, 0) if kernel.suffix else (8, 0), 4))
@@ -200,10 +201,9 @@ def on_hopper(kernels, given: dict):
 @pytest.mark.parametrize(
     ("case", "changed", "why"),
     [
-        (AttentionCase(((3, 5),), "pages"), {}, "softcap, slopes, a mask or pages"),
-        (AttentionCase(((3, 5),), "dense"), {"softcap": 2.0}, "softcap, slopes, a mask or pages"),
-        (AttentionCase(((3, 5),), "dense", control=10), {}, "softcap, slopes, a mask or pages"),
-        (AttentionCase(((3, 5),), "dense", head_dims=(64, 136)), {}, "head_dim or head_dim_v above 128"),
+        (AttentionCase(((3, 5),), "pages", page_size=20), {}, "pages of a size that is no multiple of 8"),
+        (AttentionCase(((3, 5),), "dense"), {"softcap": 2.0}, "softcap, slopes or a mask"),
+        (AttentionCase(((3, 5),), "dense", control=10), {}, "softcap, slopes or a mask"),
         (AttentionCase(((3, 5),) * 2, "dense", layout="flipped"), {}, "strides that a tensor map has not"),
         (AttentionCase(((3, 0),), "dense"), {}, "no keys"),
         (AttentionCase(((3, 5),), "packed"), {"k": np.broadcast_to(zeros(5, 1, 64), (5, 2, 64))}, "strides that a tensor map has not"),
@@ -219,14 +219,25 @@ def test_tensor_maps(kernels):
     """Sizes are (features, sequence, heads, batch); strides skip the first axis and are in bytes."""
     dense = on_hopper(kernels, AttentionCase(((3, 5),) * 2, "dense", (4, 2), (64, 48)).arrays())
     assert dense.variant == "sm90"
-    assert _plan_attention.tensor_axes(dense.dims, "q") == ((64, 3, 4, 2), (4 * 128, 128, 3 * 4 * 128), 128)
+    assert _plan_attention.tensor_axes(dense.dims, "q") == ((64, 3, 4, 2), (4 * 128, 128, 3 * 4 * 128), 192)
     assert _plan_attention.tensor_axes(dense.dims, "v") == ((48, 5, 2, 2), (2 * 96, 96, 5 * 2 * 96), 128)
-    packed = on_hopper(kernels, AttentionCase(((3, 5), (2, 7)), "packed", (4, 1), (128, 128)).arrays())
-    assert _plan_attention.tensor_axes(packed.dims, "q") == ((128, 5, 4, 1), (4 * 256, 256, 16), 128)
-    assert _plan_attention.tensor_axes(packed.dims, "k") == ((128, 12, 1, 1), (256, 16, 16), 128)
+    packed = on_hopper(kernels, AttentionCase(((3, 5), (2, 7)), "packed", (4, 1), (256, 256)).arrays())
+    assert _plan_attention.tensor_axes(packed.dims, "q") == ((256, 5, 4, 1), (4 * 512, 512, 16), 128)
+    assert _plan_attention.tensor_axes(packed.dims, "k") == ((256, 12, 1, 1), (512, 16, 16), 80)
+    pages = on_hopper(kernels, AttentionCase(((3, 5),), "pages", (4, 2), (128, 128), 48, control=1).arrays())
+    assert pages.dims.num_pages > 1
+    expected = (128, 48, 2, pages.dims.num_pages), (2 * 256, 256, 48 * 2 * 256), 16
+    assert _plan_attention.tensor_axes(pages.dims, "v") == expected
 
 
-def test_blocks_stay_where_sequences_are_short(kernels):
-    for keys, blocks in ((1024, 132), (1025, 5 * 33)):
-        given = AttentionCase(((4200, keys),), "dense", (5, 1), (64, 64)).arrays()
-        assert on_hopper(kernels, given).grid == (blocks, 1, 1)
+@pytest.mark.parametrize(("control", "page_size", "box"), [(1, 8, 8), (1, 24, 8), (1, 256, 128), (0, 64, 16), (1, 64, 64)])
+def test_boxes_of_pages(kernels, control, page_size, box):
+    """A power of two that divides pages and tiles of keys: 128, or 176 where all queries see all keys."""
+    plan = on_hopper(kernels, AttentionCase(((3, 5),), "pages", (4, 2), (128, 128), page_size, control=control).arrays())
+    assert plan.variant == "sm90" and _plan_attention.tensor_axes(plan.dims, "k")[2] == box
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(20, 5), (4200, 5 * 22), (5000, 132)])
+def test_blocks_take_work_until_none_is_left(kernels, rows, blocks):
+    given = AttentionCase(((rows, 70),), "dense", (5, 1), (64, 64)).arrays()
+    assert on_hopper(kernels, given).grid == (blocks, 1, 1)
