@@ -135,7 +135,7 @@ class Call:
         return self.engine is not None and self.engine.capturing(self.device)
 
     def counter(self) -> Any:
-        """A counter that is 0, for a kernel that leaves it so."""
+        """A counter that is 0 when the next launch begins, or None where there can be none."""
         assert self.engine is not None
         return self.engine.counter(self.device)
 

@@ -1,7 +1,9 @@
-"""Counters in device memory: which item of work comes next, for kernels whose blocks take items until none are left.
+"""Counters in device memory, 0 before a launch: which item of work comes next, for blocks that take items.
 
-A kernel leaves its counter at 0, so none is ever set. Launches in one stream follow each other and share a counter.
-What goes into a CUDA graph, which may run beside its stream, gets one that the graph keeps for good.
+Launches get them in turn: one must be over when, that many launches later, its counter is used again. Neither a stream
+nor CuPy's pool owns them, since handles of streams are used again before their work is done. What goes into a CUDA
+graph keeps its counter for as long as the process. When those are used up, or before anything ran on the device, there
+is none, and the kernel deals its items by a fixed rule.
 """
 
 from __future__ import annotations
@@ -9,42 +11,35 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-_AT_ONCE = 1024  # how many are allocated together
-_PER_THREAD = 2  # the handle that every thread's own default stream has
+_IN_TURN = _FOR_GRAPHS = 1 << 16
 
 
 class Counters:
-    """The counters of CuPy's streams."""
+    """The counters of CuPy's devices."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy, self._lock = cupy, threading.Lock()
-        self._unused: dict[int, list[Any]] = {}
-        self._of_stream: dict[tuple[int, int, int], Any] = {}
+        self._memory: dict[int, Any] = {}
+        self._launches: dict[int, int] = {}
+        self._captured: dict[int, int] = {}
 
-    def of_current_stream(self, device: int) -> Any:
-        """An array of one uint32, for a launch in the current stream of `device`, which is the current device.
-
-        Raises
-        ------
-        RuntimeError
-            If the stream is being captured and no counter is left, since nothing can be allocated then.
-        """
-        stream = self._cupy.cuda.get_current_stream()
+    def zeroed(self, device: int) -> Any:
+        """An array of one uint32, set to 0 in the current stream of `device`, the current device; or None."""
+        capturing = self._cupy.cuda.get_current_stream().is_capturing()
         with self._lock:
-            if stream.is_capturing():
-                return self._unused_of(device, True).pop()
-            key = device, stream.ptr, threading.get_ident() if stream.ptr == _PER_THREAD else 0
-            if key not in self._of_stream:
-                self._of_stream[key] = self._unused_of(device, False).pop()
-            return self._of_stream[key]
-
-    def _unused_of(self, device: int, capturing: bool) -> list[Any]:
-        unused = self._unused.setdefault(device, [])
-        if not unused:
+            if device not in self._memory:
+                if capturing:
+                    return None
+                self._memory[device] = self._cupy.ndarray((_IN_TURN + _FOR_GRAPHS,), "uint32")
+                self._launches[device] = self._captured[device] = 0
             if capturing:
-                rule = "nothing can be allocated while a graph is captured"
-                raise RuntimeError(f"{rule}: call attention on this device before")
-            counters = self._cupy.zeros(_AT_ONCE, "uint32")
-            self._cupy.cuda.get_current_stream().synchronize()  # other streams will use them
-            unused.extend(counters[n : n + 1] for n in range(_AT_ONCE))
-        return unused
+                n = _IN_TURN + self._captured[device]
+                if n == _IN_TURN + _FOR_GRAPHS:
+                    return None
+                self._captured[device] += 1
+            else:
+                n = self._launches[device] % _IN_TURN
+                self._launches[device] += 1
+        counter = self._memory[device][n : n + 1]
+        counter.data.memset_async(0, 4)
+        return counter

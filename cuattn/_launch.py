@@ -163,7 +163,7 @@ class CupyEngine:
 
     def counter(self, device: int) -> Any:
         with self.on(device):
-            return self._counters.of_current_stream(device)
+            return self._counters.zeroed(device)
 
     def _load(self, device: int, kernel: Kernel) -> Any:
         with self._lock, self._cupy.cuda.Device(device):

@@ -18,7 +18,7 @@ _THREADS, _KEYS, _CHUNK = 256, 32, 64  # as in attention.cu
 _DIMS = (128, 512)  # head_dim and head_dim_v at most
 # As in attention_sm90.cu, CONSUMERS and KEYS by DIM: what registers and shared memory hold. Of calls without causal and
 # window, where no tile straddles a diagonal, a larger KEYS is faster at 128.
-_SM90_TILES, _SM90_WIDE = {64: (3, 128), 96: (2, 128), 128: (2, 128), 192: (2, 112), 256: (2, 80)}, {128: (2, 176)}
+_SM90_TILES, _SM90_WIDE = {64: (3, 128), 96: (2, 128), 128: (2, 128), 192: (2, 112), 256: (2, 80)}, {128: (2, 160)}
 _SM90_L2 = 16 << 20  # bytes of keys and values that stay there
 _MMA_THREADS = 128  # as in attention_mma.cu
 _MMA_TILES = {64: (2, 64), 128: (2, 32), 256: (1, 32)}  # ATOMS and KEYS by DIM: what registers hold
@@ -135,8 +135,9 @@ def _lacks_sm90(dims: AttentionDims, device: _launch.DeviceInfo) -> str:
     for sizes, strides, _ in (tensor_axes(dims, name) for name in "qkv"):
         if not all(sizes) or not all(0 < s < 2**40 for s in strides):
             return "no keys, or strides that a tensor map has not"
-    if (dims.seqlen_q // 64 + dims.batch) * max(dims.batch, 1) * dims.num_heads >= 2**31:
-        return "2**31 tiles of rows"
+    tiles = dims.seqlen_q // 64 + dims.batch if dims.packed else (dims.seqlen_q // 64 + 1) * dims.batch
+    if tiles * dims.num_heads >= 2**31 or dims.num_pages >= 2**31:
+        return "2**31 tiles of rows or pages"
     return ""
 
 
@@ -169,7 +170,7 @@ def _sm90_box(dims: AttentionDims) -> int:
 
 
 def _sm90_shared_bytes(dim: int, consumers: int, keys: int) -> int:
-    """Shared of attention_sm90.cuh, and a little more."""
+    """Shared of attention_sm90.cu, and a little more."""
     return (4 * keys + 64 * consumers) * -(-dim // 64) * 128 + 1024
 
 

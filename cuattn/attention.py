@@ -87,7 +87,7 @@ def attention(
     Arrays may have any strides, but for the last axis of q, k, v and out, which is contiguous. What a query does not
     see never reaches its result, whatever it holds. The bits of a row depend on its own sequence and on the kernel, not
     on its neighbours; a printed plan says which kernel, and why. An infinite value that a query sees gives infinity, or
-    NaN where its weight is 0. The names are those of flash_attn_func.
+    NaN where its weight is 0. Names are those of flash_attn_func. In a CUDA graph work is dealt better after one call.
     """
     call, factors = _call("attention", {
         "q": q, "k": k, "v": v, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks, "k_scale": k_scale,
@@ -253,7 +253,8 @@ def _run(
     elif plan is not None and dims.seqlen_q and dims.batch and dims.num_heads:
         inputs = _INPUTS(arrays)
         if plan.variant == "sm90":
-            inputs = [*_maps(call, dims), call.counter(), *_SM90_INPUTS(arrays)]
+            counter = call.counter() if plan.grid[0] >= plan.device.num_sms else None  # else each block has one item
+            inputs = [*_maps(call, dims), counter, *_SM90_INPUTS(arrays)]
         call.launch(plan, [*inputs, *options, out, lse, plan.layout])
     return AttentionState(out, lse) if return_state else out
 

@@ -130,7 +130,7 @@ struct KeyTile {
 template <int SIZE> struct DenseTiles {
     Keys some, all;
     int next;
-    bool masked;                         // by an array, or because pages may be missing
+    bool masked;                         // all tiles are, by an array or for a reason of the kernel's own
 
     __device__ __forceinline__ DenseTiles(const RowTile& rows, bool masked, const AttentionLayout& at)
         : some(rows.seen_by_some(at)), all(rows.seen_by_all(at)), next((some.end - 1) / SIZE * SIZE), masked(masked) {}

@@ -4,13 +4,16 @@
 // Shapes   as in attention.cu, but T is float16 or bfloat16 and so are keys and values; head_dim and head_dim_v up to DIM;
 //          q, k and v come as tensor maps of (batch, sequence, heads, features), packed ones with a batch of 1, pages as
 //          (num_pages, page_size, ...), read in boxes of 2^box_shift tokens
-// Work     a block takes tiles of ROWS queries of a head from `next_item` until none are left; those that see most keys come
-//          first. Two warps of its first warpgroup ask for tiles of keys and of values by tensor copies, STAGES of them ahead;
+// Work     a block takes tiles of ROWS queries of a head until none are left: the next one that `next_item` (0 before) says,
+//          or, without that counter, of every two rounds the first and the last. Of a sequence those that see most keys come
+//          first. Two warps of the first warpgroup ask for tiles of keys and of values by tensor copies, STAGES of them ahead;
 //          each of the other warpgroups has 64 queries. A tile that needs a mask is multiplied on its own. Of those that need
-//          none the scores are under way together with the values of the one before, and these during the softmax.
+//          none the scores are under way together with the values of the one before; what is left of a warpgroup's time, its
+//          softmax, lies beside the products of another one.
 // Memory   bound by arithmetic: 4 ROWS KEYS DIM operations for the KEYS rows of K and V that a tile loads.
-// Bits     of a row depend on its own sequence, and not on the rows that share its tile. Weights are rounded to T.
-// Compile  T, DIM (64, 96, 128, 192 or 256), KEYS (80, 112, 128 or 176), CONSUMERS (2 or 3); everything else is a runtime value.
+// Bits     of a row depend on its own sequence, and not on the rows that share its tile, unless it sees an infinite value whose
+//          weight rounds to 0: that gives NaN, or the infinity where the tile was masked. Weights are rounded to T.
+// Compile  T, DIM (64, 96, 128, 192 or 256), KEYS (80, 112, 128 or 160), CONSUMERS (2 or 3); everything else is a runtime value.
 // Source   FlashAttention-3 (Shah et al. 2024)
 // Oracle   reference/attention_varlen.py
 #include "attention.cuh"
@@ -23,11 +26,14 @@ constexpr int DIM = CUATTN_DIM, KEYS = CUATTN_KEYS, STAGES = 2;
 constexpr int CONSUMERS = CUATTN_CONSUMERS;                // warpgroups that multiply, 64 rows each: as many as registers hold
 constexpr int WARPS = 4, GROUP = 32 * WARPS, THREADS = GROUP * (CONSUMERS + 1), ROWS = 64 * CONSUMERS;
 constexpr int PANELS = (DIM + 63) / 64, HEIGHT = KEYS * 128;         // bytes of a panel of keys
-constexpr float RAISE = IS_HALF<T> ? 8.f : 0.f;            // half, which is coarse below 2^-14, has room above 1
-constexpr float SLACK = 4.f;                               // weights are up to 2^SLACK: half has room for that too
+constexpr float SLACK = 4.f;                               // by how much a score may exceed `top`
+// Weights are up to 2^(RAISE + SLACK): half, which is coarse below 2^-14, has room above 1; of bfloat16 values near the largest
+// float must not overflow.
+constexpr float RAISE = IS_HALF<T> ? 8.f : -SLACK;
 // Registers of a thread: of all together no more than the block had at its start, or it would wait for them for ever.
-constexpr int OF_PRODUCER = CONSUMERS == 3 ? 32 : DIM > 192 ? 56 : 40;
-constexpr int OF_CONSUMER = CONSUMERS == 3 ? 160 : DIM > 192 ? 224 : 232;
+constexpr bool WIDE = DIM > 192 || KEYS > 128;             // more addresses, and room for them
+constexpr int OF_PRODUCER = CONSUMERS == 3 ? 32 : WIDE ? 56 : 40;
+constexpr int OF_CONSUMER = CONSUMERS == 3 ? 160 : WIDE ? 224 : 232;
 static_assert(OF_PRODUCER + CONSUMERS * OF_CONSUMER <= 65536 / THREADS / 8 * 8 * (CONSUMERS + 1));
 // Named barriers: of all that multiply; of the two warps that ask for tiles; OF_GROUP + warpgroup.
 constexpr int TOGETHER = 1, ASKERS = 2, OF_GROUP = 3;
@@ -162,40 +168,41 @@ __device__ __forceinline__ void pack(unsigned (&p)[KEYS / 16][4], const float (&
 }
 
 // Values that some rows don't see may be infinite or NaN, and 0 times that is NaN. They become 0, as those behind the sequence
-// do, and `add_odd_values` gives them to the rows that do see them. By all that multiply, which then wait for each other.
-__device__ __forceinline__ void clean_values(T* values, const Tile& tile, Item& item) {
-    constexpr int THERE = CONSUMERS * GROUP, STEP = THERE / 8, ROUNDS = (KEYS + STEP - 1) / STEP;  // eight threads a row of a panel
-    const int t = threadIdx.x - GROUP;
+// do, and `add_odd_values` gives them to the rows that do see them. A warpgroup looks at all values by itself, so that it need
+// not wait for the others. If there is something to do they all say so, and share it.
+__device__ __forceinline__ void clean_values(T* values, const Tile& tile, Item& item, int w, const AttentionLayout& at) {
     // The exponent of an odd one is all ones: 1 more reaches the sign.
     constexpr unsigned EXPONENTS = IS_HALF<T> ? 0x7c007c00 : 0x7f807f80, ONES = IS_HALF<T> ? 0x04000400 : 0x00800080;
     const auto reach = [](unsigned pair) { return (pair & EXPONENTS) + ONES; };
+    constexpr int ROUNDS = KEYS / 16;                      // eight threads a row of a panel
+    const int t = threadIdx.x % GROUP;
+    const char* const mine = chunk_at(values, HEIGHT, t / 8, t % 8);
     unsigned odd = 0;
-#pragma unroll (DIM > 192 ? 4 : 12)
+#pragma unroll 8
     for (int n = 0; n < PANELS * ROUNDS; ++n) {
-        const int j = t / 8 + n % ROUNDS * STEP;
-        if (KEYS % STEP && j >= KEYS) continue;
-        const uint4 x = *reinterpret_cast<const uint4*>(chunk_at(values, HEIGHT, j, n / ROUNDS * 8 + t % 8));
+        const uint4 x = *reinterpret_cast<const uint4*>(mine + n / ROUNDS * HEIGHT + n % ROUNDS * 16 * 128);
         odd |= reach(x.x) | reach(x.y) | reach(x.z) | reach(x.w);
     }
-    if (odd & 0x80008000 || tile.count < KEYS) {
+    if (!any_of(OF_GROUP + w, GROUP, odd & 0x80008000) && tile.count == KEYS) return;
+    constexpr int THERE = CONSUMERS * GROUP;
+    const int first = item.rows.seen_by_some(at).begin;    // what lies before it no row sees
+    meet(TOGETHER, THERE);                                 // all have looked
 #pragma unroll 1
-        for (int n = 0; n < PANELS * ROUNDS; ++n) {
-            const int j = t / 8 + n % ROUNDS * STEP;
-            if (j >= KEYS) continue;
-            uint4* const chunk = reinterpret_cast<uint4*>(chunk_at(values, HEIGHT, j, n / ROUNDS * 8 + t % 8));
-            uint4 x = *chunk;
-            T* const some = reinterpret_cast<T*>(&x);
-            bool found = false;
+    for (int n = threadIdx.x - GROUP; n < KEYS * PANELS * 8; n += THERE) {
+        const int j = n / (PANELS * 8);
+        uint4* const chunk = reinterpret_cast<uint4*>(chunk_at(values, HEIGHT, j, n % (PANELS * 8)));
+        uint4 x = *chunk;
+        T* const some = reinterpret_cast<T*>(&x);
+        bool found = false;
 #pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                if (j >= tile.count) some[e] = T(0.f);
-                else if (is_odd(some[e])) some[e] = T(0.f), found = true;
-            }
-            if (found) atomicMin(&item.odd_first, tile.start + j), atomicMax(&item.odd_last, tile.start + j);
-            *chunk = x;
+        for (int e = 0; e < 8; ++e) {
+            if (j >= tile.count) some[e] = T(0.f);
+            else if (is_odd(some[e])) some[e] = T(0.f), found = true;
         }
-        writes_are_for_products();
+        if (found && tile.start + j >= first) atomicMin(&item.odd_first, tile.start + j), atomicMax(&item.odd_last, tile.start + j);
+        *chunk = x;
     }
+    writes_are_for_products();
     meet(TOGETHER, THERE);
 }
 // Adds those that a row sees to its result. By the warpgroup of 64 rows from `first_row` on, after it stored them.
@@ -203,6 +210,10 @@ __device__ __forceinline__ void add_odd_values(const Item& item, int first_row, 
                                                const AttentionLayout& at) {
     const SequenceRows& own = item.rows.own;
     const int rows = min(item.rows.count - first_row, 64), dim = int(at.head_dim_v);
+    // Tiles that all rows see were not cleaned, unless pages may be missing or the factor is not positive: they are passed over.
+    Keys plain = item.rows.seen_by_all(at);
+    plain = {(plain.begin + KEYS - 1) / KEYS * KEYS, plain.end / KEYS * KEYS};
+    const bool passes = !at.page_size && item.scale > 0.f && plain.begin < plain.end;
 #pragma unroll 1
     for (int n = threadIdx.x % GROUP; n < rows * dim; n += GROUP) {
         const int row = first_row + n / dim, d = n % dim;
@@ -210,6 +221,8 @@ __device__ __forceinline__ void add_odd_values(const Item& item, int first_row, 
         float sum = 0.f;
 #pragma unroll 1
         for (int j = max(seen.begin, item.odd_first); j < min(seen.end, item.odd_last + 1); ++j) {
+            if (passes && j >= plain.begin && j < plain.end) j = plain.end;
+            if (j >= seen.end || j > item.odd_last) break;
             const Slot place = place_of(own, j, table, at);
             const float value = place.valid ? to_float(v[at.v.at(place, unsigned(item.head) / unsigned(at.group)) + d]) : 0.f;
             if (is_odd(value)) sum += value * item.value_scale;
@@ -257,11 +270,9 @@ cuattn_attention_sm90(const __grid_constant__ TensorMap queries, const __grid_co
             return shared.following[slot ^ 1];
         };
         for (unsigned n = blockIdx.x, following; n < items; n = next_of(following)) {
-            // The next one is asked for early. Of all blocks together there are `items` requests: the last one leaves 0.
+            // The next one is asked for early. Without a counter rounds go to and fro.
             if (!of_values && lane == 0) {
-                following = atomicAdd(next_item, 1);
-                if (following == items - 1) *next_item = 0;
-                following += gridDim.x;
+                following = next_item != nullptr ? gridDim.x + atomicAdd(next_item, 1) : (n / gridDim.x + 1) * 2 * gridDim.x - 1 - n;
             }
             // As many heads at a time as L2 holds the keys and values of; of these the last rows first: they see most keys.
             const unsigned first = n / (section * tiles_of_rows) * section, inside = n - first * tiles_of_rows;
@@ -371,7 +382,7 @@ cuattn_attention_sm90(const __grid_constant__ TensorMap queries, const __grid_co
             end_of_products();
             if (tile.masked) {
                 shared.value_full[stage].wait(parity);
-                clean_values(shared.value[stage][0], tile, item);
+                clean_values(shared.value[stage][0], tile, item, w, at);
             }
             wait_for_products<0>();
             shared.key_empty[stage].arrive_as_warp(lane);

@@ -74,6 +74,14 @@ __device__ __forceinline__ bool is_elected() {
 // A named barrier of `threads` threads.
 __device__ __forceinline__ void meet(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 
+// The same, and whether any of them says so.
+__device__ __forceinline__ bool any_of(int id, int threads, unsigned says) {
+    unsigned any;
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;\n}"
+                 : "=r"(any) : "r"(says), "r"(id), "r"(threads) : "memory");
+    return any;
+}
+
 __device__ __forceinline__ void registers_are_for_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_of_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Until all but the newest N groups are done.
@@ -118,10 +126,8 @@ __device__ __forceinline__ unsigned matrix_at(const void* p, int panel) { return
     CUATTN_NAMES_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define CUATTN_NAMES_80 \
     CUATTN_NAMES_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define CUATTN_NAMES_88 \
-    CUATTN_NAMES_80 ",%80,%81,%82,%83,%84,%85,%86,%87"
 #define CUATTN_NAMES_96 \
-    CUATTN_NAMES_88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+    CUATTN_NAMES_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define CUATTN_NAMES_128 \
     CUATTN_NAMES_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112," \
     "%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
@@ -131,7 +137,6 @@ __device__ __forceinline__ unsigned matrix_at(const void* p, int panel) { return
 #define CUATTN_OPERANDS_56 CUATTN_32(CUATTN_D, 0), CUATTN_8(CUATTN_D, 32), CUATTN_8(CUATTN_D, 40), CUATTN_8(CUATTN_D, 48)
 #define CUATTN_OPERANDS_64 CUATTN_32(CUATTN_D, 0), CUATTN_32(CUATTN_D, 32)
 #define CUATTN_OPERANDS_80 CUATTN_32(CUATTN_D, 0), CUATTN_32(CUATTN_D, 32), CUATTN_8(CUATTN_D, 64), CUATTN_8(CUATTN_D, 72)
-#define CUATTN_OPERANDS_88 CUATTN_32(CUATTN_D, 0), CUATTN_32(CUATTN_D, 32), CUATTN_8(CUATTN_D, 64), CUATTN_8(CUATTN_D, 72), CUATTN_8(CUATTN_D, 80)
 #define CUATTN_OPERANDS_96 CUATTN_32(CUATTN_D, 0), CUATTN_32(CUATTN_D, 32), CUATTN_32(CUATTN_D, 64)
 #define CUATTN_OPERANDS_128 CUATTN_32(CUATTN_D, 0), CUATTN_32(CUATTN_D, 32), CUATTN_32(CUATTN_D, 64), CUATTN_32(CUATTN_D, 96)
 
@@ -152,12 +157,9 @@ __device__ __forceinline__ unsigned matrix_at(const void* p, int panel) { return
     }
 #define CUATTN_PRODUCTS(TYPE, NAME)                                                                                           \
     CUATTN_PRODUCT_SHARED(TYPE, NAME, "80", 40, "%40", "%41", "%42", "%43") \
-    CUATTN_PRODUCT_SHARED(TYPE, NAME, "96", 48, "%48", "%49", "%50", "%51") \
     CUATTN_PRODUCT_SHARED(TYPE, NAME, "112", 56, "%56", "%57", "%58", "%59") \
     CUATTN_PRODUCT_SHARED(TYPE, NAME, "128", 64, "%64", "%65", "%66", "%67") \
     CUATTN_PRODUCT_SHARED(TYPE, NAME, "160", 80, "%80", "%81", "%82", "%83") \
-    CUATTN_PRODUCT_SHARED(TYPE, NAME, "176", 88, "%88", "%89", "%90", "%91") \
-    CUATTN_PRODUCT_SHARED(TYPE, NAME, "192", 96, "%96", "%97", "%98", "%99") \
     CUATTN_PRODUCT_REGISTERS(TYPE, NAME, "64", 32, "%32", "%33", "%34", "%35", "%36", "%37") \
     CUATTN_PRODUCT_REGISTERS(TYPE, NAME, "96", 48, "%48", "%49", "%50", "%51", "%52", "%53") \
     CUATTN_PRODUCT_REGISTERS(TYPE, NAME, "128", 64, "%64", "%65", "%66", "%67", "%68", "%69") \

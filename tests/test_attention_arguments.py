@@ -159,7 +159,7 @@ def test_compiled_kernels_are_chosen(kernel, kernels):
     tile, types = dict(kernel.defines), types_of(kernel)
     dtype = np.dtype(DTYPES[types[0]]).name
     size = tile["DIM"] - 3 * (kernel.file == "attention.cu")
-    control = 6 if not tile.get("PLAIN", 1) else 0 if tile.get("KEYS") == 176 else 1
+    control = 6 if not tile.get("PLAIN", 1) else 0 if tile.get("KEYS") == 160 else 1
     case = AttentionCase(((3, 5),), "dense", (2, 1), (size, 8), dtype=dtype, float8=len(set(types)) > 1, control=control)
     given = moved(kernels, case.arrays())
     dims = plan_attention(**{n: x for n, x in given.items() if n not in ("k_scale", "v_scale")}).dims
@@ -230,9 +230,9 @@ def test_tensor_maps(kernels):
     assert _plan_attention.tensor_axes(pages.dims, "v") == expected
 
 
-@pytest.mark.parametrize(("control", "page_size", "box"), [(1, 8, 8), (1, 24, 8), (1, 256, 128), (0, 64, 16), (1, 64, 64)])
+@pytest.mark.parametrize(("control", "page_size", "box"), [(1, 8, 8), (1, 24, 8), (1, 256, 128), (0, 64, 32), (1, 64, 64)])
 def test_boxes_of_pages(kernels, control, page_size, box):
-    """A power of two that divides pages and tiles of keys: 128, or 176 where all queries see all keys."""
+    """A power of two that divides pages and tiles of keys: 128, or 160 where all queries see all keys."""
     plan = on_hopper(kernels, AttentionCase(((3, 5),), "pages", (4, 2), (128, 128), page_size, control=control).arrays())
     assert plan.variant == "sm90" and _plan_attention.tensor_axes(plan.dims, "k")[2] == box
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,66 +11,62 @@ from cuattn import _counters
 from cuattn._counters import Counters
 
 
-class Streams:
-    """As much of CuPy as counters need."""
+class Memory:
+    """An array of the recording CuPy: a view knows what it is a view of."""
+
+    def __init__(self, cupy: Cupy, shape: tuple[int, ...], values: np.ndarray | None = None) -> None:
+        self.cupy, self.values = cupy, np.full(shape, 7, np.uint32) if values is None else values
+        self.data = SimpleNamespace(memset_async=self.set)
+
+    def __getitem__(self, part: slice) -> Memory:
+        return Memory(self.cupy, (), self.values[part])
+
+    def set(self, value: int, size: int) -> None:
+        assert size == self.values.nbytes == 4
+        self.values[...] = value
+
+    @property
+    def place(self) -> int:
+        assert self.values.tolist() == [0]
+        return self.values.__array_interface__["data"][0]
+
+
+class Cupy:
+    """As much of CuPy as counters need; nothing can be allocated while a graph is captured."""
 
     def __init__(self) -> None:
-        self.ptr, self.capturing, self.allocated, self.waited = 0, False, 0, 0
-        self.cuda = SimpleNamespace(get_current_stream=lambda: self)
+        self.capturing, self.allocated = False, 0
+        self.cuda = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(is_capturing=lambda: self.capturing))
 
-    def is_capturing(self) -> bool:
-        return self.capturing
-
-    def synchronize(self) -> None:
-        assert not self.capturing
-        self.waited += 1
-
-    def zeros(self, count: int, dtype: str) -> np.ndarray:
-        assert not self.capturing
+    def ndarray(self, shape: tuple[int, ...], dtype: str) -> Memory:
+        assert not self.capturing and dtype == "uint32"
         self.allocated += 1
-        return np.zeros(count, dtype)
+        return Memory(self, shape)
 
 
 @pytest.fixture
-def streams():
-    return Streams()
+def cupy():
+    return Cupy()
 
 
-def place(array: np.ndarray) -> int:
-    assert array.shape == (1,) and array.dtype == np.uint32
-    return array.__array_interface__["data"][0]
+def test_launches_get_them_in_turn(cupy, monkeypatch):
+    monkeypatch.setattr(_counters, "_IN_TURN", 3)
+    counters = Counters(cupy)
+    places = [counters.zeroed(0).place for _ in range(7)]
+    assert len(set(places)) == 3 and places[:4] == places[3:]
+    assert counters.zeroed(1).place not in places
+    assert cupy.allocated == 2  # once a device
 
 
-def test_a_stream_keeps_its_counter(streams):
-    counters, found = Counters(streams), {}
-    for _ in range(2):
-        for device in (0, 1):
-            for streams.ptr in (0, 1, 77):
-                found.setdefault((device, streams.ptr), set()).add(place(counters.of_current_stream(device)))
-    assert all(len(places) == 1 for places in found.values())
-    assert len(set.union(*found.values())) == 6
-    assert streams.allocated == streams.waited == 2  # one block a device; others may use it at once
-
-
-def test_default_streams_of_threads_are_not_one(streams):
-    counters, streams.ptr = Counters(streams), _counters._PER_THREAD
-    found = [place(counters.of_current_stream(0))]
-    thread = threading.Thread(target=lambda: found.append(place(counters.of_current_stream(0))))
-    thread.start()
-    thread.join()
-    assert found[0] != found[1] and place(counters.of_current_stream(0)) == found[0]
-
-
-def test_what_is_captured_gets_one_of_its_own_without_allocation(streams, monkeypatch):
-    monkeypatch.setattr(_counters, "_AT_ONCE", 3)
-    counters, streams.capturing = Counters(streams), True
-    with pytest.raises(RuntimeError, match="while a graph is captured: call attention on this device before"):
-        counters.of_current_stream(0)
-    streams.capturing = False
-    eager = place(counters.of_current_stream(0))
-    streams.capturing = True
-    assert len({eager, *(place(counters.of_current_stream(0)) for _ in range(2))}) == 3
-    with pytest.raises(RuntimeError, match="while a graph is captured"):
-        counters.of_current_stream(0)
-    streams.capturing, streams.ptr = False, 5
-    assert place(counters.of_current_stream(0)) and streams.allocated == 2
+def test_what_is_captured_keeps_its_own_until_they_are_used_up(cupy, monkeypatch):
+    monkeypatch.setattr(_counters, "_FOR_GRAPHS", 3)
+    counters, cupy.capturing = Counters(cupy), True
+    assert counters.zeroed(0) is None  # nothing can be allocated now
+    cupy.capturing = False
+    eager = {counters.zeroed(0).place for _ in range(9)}
+    cupy.capturing = True
+    kept = {counters.zeroed(0).place for _ in range(3)}
+    assert len(kept) == 3 and len(eager) == 9 and not kept & eager
+    assert counters.zeroed(0) is None and counters.zeroed(1) is None
+    cupy.capturing = False
+    assert counters.zeroed(0).place not in kept

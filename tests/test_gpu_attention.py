@@ -37,6 +37,18 @@ def test_blocks_that_take_many_items(head_dim, kind):
     assert_same_bits(state.lse, again.lse)
 
 
+@pytest.mark.parametrize("control", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["packed", "pages"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_many_short_sequences(head_dim, kind, control):
+    """Items of no, one and a few tiles of keys behind each other in one block."""
+    rng = np.random.default_rng(head_dim)
+    lengths = tuple((int(n), int(n) + int(more)) for n, more in zip(rng.integers(0, 260, 40), rng.integers(-40, 300, 40)))
+    given = AttentionCase(tuple((q, max(k, 0)) for q, k in lengths), kind, (6, 2), (head_dim, head_dim), 16, "float16", control=control).arrays()
+    expected = expected_of(given)
+    assert_state(run(GPU, given), expected, bounds(given, expected, "float16"), dtype="float16")
+
+
 def test_streams_side_by_side():
     """Each has a counter of its own: what one takes, the other does not miss."""
     calls = [moved(GPU, many_items(n, 128)) for n in (2000, 3000)]
@@ -54,33 +66,59 @@ def test_streams_side_by_side():
         assert_same_bits(out, alone[n % 2])
 
 
-def test_graph_replay_with_other_lengths():
-    call = moved(GPU, many_items(2000, 128, "pages"))
-    lengths = cupy.asarray(np.int32([2000, 700]))
-    out, lse = (cupy.zeros((2130, 16, *more), d) for more, d in (((128,), call["q"].dtype), ((), np.float32)))
-    stream = cupy.cuda.Stream(non_blocking=True)
+@pytest.mark.parametrize("counted", [True, False])
+def test_graph_replay_with_other_lengths(counted, monkeypatch):
+    """With a counter, which a graph keeps, and without one."""
+    given = many_items(2000, 128, "pages")
+    call, lengths = moved(GPU, given), cupy.asarray(np.int32([2000, 700]))
+    places = [
+        tuple(cupy.empty((2130, 16, *more), d) for more, d in (((128,), call["q"].dtype), ((), np.float32))) for _ in range(2)
+    ]
+    stream, engine = cupy.cuda.Stream(non_blocking=True), _launch.cupy_engine()
 
-    def attend():
-        return cuattn.attention_varlen(**call, seqused_k=lengths, out=out, lse=lse, return_state=True)
+    def attend(out, lse):
+        cuattn.attention_varlen(**call, seqused_k=lengths, out=out, lse=lse, return_state=True)
 
-    with stream, cuattn.checking("arguments"):
-        attend()
+    with stream, cuattn.checking("arguments"), monkeypatch.context() as patch:
+        attend(*places[0])
+        if not counted:
+            patch.setattr(engine, "counter", lambda device: None)
         stream.begin_capture()
-        attend()
+        attend(*places[0])
         graph = stream.end_capture()
     for used in ([2000, 700], [1234, 0], [0, 699], [2000, 700]):
         lengths[...] = cupy.asarray(np.int32(used))
+        for array in places[0]:
+            array.view(cupy.uint8)[...] = 255              # NaN
         cupy.cuda.Device().synchronize()
         for _ in range(3):
             graph.launch(stream)
-        attend_now = attend()  # in another stream, beside the graph's last run: to the same place, the same bits
+        with cuattn.checking("arguments"):
+            attend(*places[1])                             # in another stream, beside the graph's last runs
         stream.synchronize()
-        replayed = out.copy(), lse.copy()
-        cupy.cuda.Device().synchronize()
-        assert attend_now.out is out
-        attend()
-        assert_same_bits(replayed[0], out)
-        assert_same_bits(replayed[1], lse)
+        replayed = [array.get() for array in places[0]]
+        for array, eager in zip(replayed, places[1]):
+            assert_same_bits(array, eager)
+        if used == [1234, 0]:
+            expected = expected_of(given | {"seqused_k": np.int32(used)})
+            limit, some = bounds(given, expected, "bfloat16"), np.r_[0:3, 766:769, 1998:2003, 2129]
+            assert_state([x[some] for x in replayed], [x[some] for x in expected], [x[some] for x in limit], dtype="bfloat16")
+
+
+def test_streams_that_come_and_go():
+    """A handle may be used again while the work of a stream that had it goes on."""
+    call = moved(GPU, many_items(2000, 128))
+    alone, results = cuattn.attention_varlen(**call), []
+    with cuattn.checking("arguments"):
+        for _ in range(12):
+            stream = cupy.cuda.Stream(non_blocking=True)
+            stream.wait_event(cupy.cuda.get_current_stream().record())
+            with stream:
+                results.append(cuattn.attention_varlen(**call))
+            del stream
+    cupy.cuda.Device().synchronize()
+    for out in results:
+        assert_same_bits(out, alone)
 
 
 def test_a_million_tokens():
