@@ -1,40 +1,15 @@
-"""Command line: ``python -m cuattn info`` and ``python -m cuattn demo``."""
+"""Command line: ``python -m cuattn info``, ``demo``, ``generate`` and ``activations``."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import sys
 
 import numpy as np
 
 import cuattn
-from cuattn import _cache, _launch, reference
-
-
-def info() -> None:
-    """Print what is installed, which device there is, and what is missing with the command that mends it."""
-    print(f"cuattn {cuattn.__version__}")
-    for package in ("numpy", "ml_dtypes", "numba", "numba-cuda", "cupy-cuda13x", "cupy-cuda12x"):
-        try:
-            print(f"  {package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            print(f"  {package} -")
-    print(f"compiled kernels are kept in {_cache.directory()}")
-    engine = _launch.cupy_engine()
-    if engine is None:
-        print("no CuPy: NumPy arrays only. For GPUs: pip install 'cuattn[cuda13x]'")
-        return
-    import cupy
-
-    if not cupy.cuda.is_available():
-        print("no CUDA device: NumPy arrays only")
-        return
-    for device in range(cupy.cuda.runtime.getDeviceCount()):
-        capability, num_sms = engine.info(device)
-        name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
-        print(f"device {device}: {name}, compute capability {capability[0]}.{capability[1]}, {num_sms} multiprocessors")
+from cuattn import _activations, _generate, _info, reference
+from cuattn._gguf import ModelError
 
 
 def demo() -> None:
@@ -53,11 +28,27 @@ def demo() -> None:
         print(f"  {name:3} {got.shape}  largest difference from the whole {abs(got - expected).max():.1e}")
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    """Run a subcommand; without arguments those of the process."""
     parser = argparse.ArgumentParser(prog="python -m cuattn", description=cuattn.__doc__)
-    help_text = "info: what is installed; demo: merging on NumPy arrays"
-    parser.add_argument("command", choices=("info", "demo"), help=help_text)
-    {"info": info, "demo": demo}[parser.parse_args().command]()
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="what is installed, which kernels would run, and what is missing")
+    commands.add_parser("demo", help="merging on NumPy arrays")
+    _generate.add_arguments(commands.add_parser("generate", help="text of a language model"))
+    _activations.add_arguments(commands.add_parser("activations", help="queries, keys and values of a language model"))
+    args = parser.parse_args(arguments)
+    try:
+        if args.command == "generate":
+            _generate.run(args)
+        elif args.command == "activations":
+            _activations.run(args)
+        else:
+            {"info": _info.info, "demo": demo}[args.command]()
+    except ModelError as error:
+        print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
