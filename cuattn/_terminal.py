@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,7 +47,7 @@ def array_module(backend: str) -> Any:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, least: int) -> Iterator[Callable[[float], None]]:
-    """A bar on standard error, if that is a terminal and the work is long.
+    """A bar on standard error, if that is a terminal, the work is long, and the package rich is there.
 
     Parameters
     ----------
@@ -62,7 +63,7 @@ def progress(what: str, total: int, least: int) -> Iterator[Callable[[float], No
     function of float
         Says how much is done.
     """
-    if total < least or not sys.stderr.isatty():
+    if total < least or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         yield lambda done: None
         return
     from rich.console import Console
