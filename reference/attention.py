@@ -134,18 +134,22 @@ def attention(
     reach = _within(ahead, causal, window)
     out = np.zeros((batch, seqlen_q, num_heads, head_dim_v))
     lse = np.full((batch, seqlen_q, num_heads), -np.inf)
-    for b, h in np.ndindex(batch, num_heads):
-        g = h // (num_heads // num_kv_heads)
-        visible = reach & mask[b, h]
-        seen = np.flatnonzero(visible.any(axis=0))  # a key that no row sees is never read
-        out[b, :, h], lse[b, :, h] = _attend(
-            sm_scale * q[b, :, h],
+    group = num_heads // num_kv_heads
+    for b, g in np.ndindex(batch, num_kv_heads):
+        heads = slice(g * group, (g + 1) * group)  # those that share keys and values
+        visible = reach & mask[b, heads]
+        seen = np.flatnonzero(visible.any(axis=(0, 1)))  # a key that no row sees is never read
+        if len(seen) == 0:  # the state of no keys stands
+            continue
+        state = _attend(
+            sm_scale * q[b, :, heads].swapaxes(0, 1),
             k_scale[g] * k[b, seen, g],
             v_scale[g] * v[b, seen, g],
-            visible[:, seen],
-            slopes[b, h] * np.abs(ahead[:, seen]),
+            visible[..., seen],
+            slopes[b, heads, None, None] * np.abs(ahead[:, seen]),
             softcap,
         )
+        out[b, :, heads], lse[b, :, heads] = state[0].swapaxes(0, 1), state[1].T
     if sinks is not None:
         sinks = _spread("sinks", sinks, 0.0, [(num_heads,)])
         out, lse = merge_state(out, lse, np.zeros_like(out), np.broadcast_to(sinks, lse.shape))
@@ -153,24 +157,24 @@ def attention(
 
 
 def _attend(q: NDArray, k: NDArray, v: NDArray, visible: NDArray, bias: NDArray, softcap: float) -> State:
-    """One head of one sequence, all in float64: section 2 above for every row of ``visible`` at once."""
+    """Heads of one sequence that share keys, all in float64: section 2 above for every row of ``visible`` at once."""
     s = q @ k.T
     if softcap > 0:
         s = softcap * np.tanh(s / softcap)
     s = np.where(visible, s - bias, -np.inf)
-    largest = s.max(axis=1, initial=-np.inf)
+    largest = s.max(axis=-1, initial=-np.inf)
     shift = np.where(np.isneginf(largest), 0.0, largest)  # -inf - -inf would be NaN
-    weight = np.exp(s - shift[:, None])
-    total = weight.sum(axis=1)
+    weight = np.exp(s - shift[..., None])
+    total = weight.sum(axis=-1)
     some = total != 0
     lse = shift + np.log(total, where=some, out=np.full_like(total, -np.inf))
-    p = weight / np.where(some, total, 1.0)[:, None]
+    p = weight / np.where(some, total, 1.0)[..., None]
 
     # p @ v, except that 0 * NaN is NaN: a value row that is not finite reaches only rows that see its key.
     finite = np.isfinite(v).all(axis=1)
-    out = p[:, finite] @ v[finite]
+    out = p[..., finite] @ v[finite]
     for j in np.flatnonzero(~finite):
-        i = np.flatnonzero(visible[:, j])
+        i = visible[..., j]
         out[i] += p[i, j, None] * v[j]
     return out, lse
 
