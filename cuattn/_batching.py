@@ -200,7 +200,8 @@ class Engine:
             request = self._waiting[0]
             found = self.cache.match_prefix(request.tokens)
             begin = tuple(request.tokens[: found + page])
-            if begin in begins or self.cache.num_free() * page < len(request.tokens) + page:
+            needed = -(-(len(request.tokens) + 1) // page) + len(self._running)  # and a page for each of the others
+            if begin in begins or self.cache.num_free() < needed:
                 break  # this step computes what the request can reuse in the next one; or there is no room for it
             number = min(len(request.tokens) - found, room)
             request.computed = self.cache.add_sequence(request, request.tokens[: found + number])

@@ -159,6 +159,13 @@ def test_too_few_pages_make_sequences_wait(case, plain):
     assert engine.counts["preemptions"] > 0 and engine.counts["most_pages"] <= 12
 
 
+def test_a_cache_may_be_as_small_as_one_sequence(case, plain):
+    engine = Engine(case.model, 2, 8)
+    requests = [engine.add(PREFIX, max_tokens=16 - len(PREFIX)) for _ in range(3)]  # 16 tokens each
+    finish(engine, *requests)
+    case.check(plain, *requests)
+
+
 # Sampling
 
 
