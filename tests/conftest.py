@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,5 +76,29 @@ if not SIMULATOR:
             return moved
 
     @pytest.fixture
-    def wide_memory(backend):
+    def much_memory():
+        """On a GPU only one of several workers has many gigabytes at a time, and gives them back."""
+        with (Path(tempfile.gettempdir()) / f"cuattn-much-memory-{os.getuid()}").open("w") as lock:
+            if "gpu" in BACKENDS:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+            if "gpu" in BACKENDS:
+                import cupy
+
+                cupy.get_default_memory_pool().free_all_blocks()
+
+    @pytest.fixture
+    def wide_memory(backend, much_memory):
         return WideMemory(backend)
+
+    if "gpu" in BACKENDS:
+
+        @pytest.fixture(autouse=True)
+        def memory_goes_back():
+            """Each worker has a pool of its own, which would keep what its largest test took."""
+            yield
+            import cupy
+
+            pool = cupy.get_default_memory_pool()
+            if pool.total_bytes() > 1 << 30:
+                pool.free_all_blocks()

@@ -41,7 +41,7 @@ def random_states(states: int, rows: int, head_dim: int, dtype: str, seed: int =
 
 
 @pytest.mark.parametrize(("rows", "head_dim"), [((1 << 25) + 3, 128), ((1 << 31) + 5, 1)], ids=["elements", "rows"])
-def test_past_2_32_elements_and_2_31_rows(rows, head_dim):
+def test_past_2_32_elements_and_2_31_rows(rows, head_dim, much_memory):
     """Reported of others: offsets that wrap at 2^32 elements (FlashInfer's merges index with uint32)."""
     outs, lses = random_states(2, rows, head_dim, "bfloat16")
     state = cuattn.merge_state(outs[0], lses[0], outs[1], lses[1])

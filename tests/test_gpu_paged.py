@@ -85,7 +85,7 @@ def large_cache() -> PagedKVCache:
     return cache
 
 
-def test_tokens_past_2_31_elements():
+def test_tokens_past_2_31_elements(much_memory):
     """vLLM #1486, #50427, tokenspeed PR #501: offsets in 32 bits reached other pages, or no memory at all."""
     pages, homes = np.array([0, 4096, 8191, 8192, 8199]), {0: 8198, 8199: 8194}  # 8192 pages have 2^31 elements
     slots, copied = ((ids[:, None] * 256 + [0, 1, 255]).reshape(-1) for ids in (pages, np.array([homes.get(p, p) for p in pages])))
@@ -101,7 +101,7 @@ def test_tokens_past_2_31_elements():
         assert bool((got.view(np.uint16) == 0xFFFF).all())
 
 
-def test_decode_past_2_31_elements():
+def test_decode_past_2_31_elements(much_memory):
     """FlashInfer #3130, ROCm/aiter #2517: pages far back were read elsewhere, or as zeros."""
     ids = np.array([8199, 8192, 3, 8191, 8197, 4096])
     far = large_cache().layer(0)
