@@ -26,6 +26,8 @@ PAGE_SIZE = 16
 def prompts(model: Llama, sequences: int, context: int) -> list[list[int]]:
     """Pieces of Python's documentation that have nothing in common."""
     tokens = model.tokenizer.encode(default_text()[: 8 * sequences * context])
+    if len(tokens) < sequences * context:
+        raise SystemExit(f"the text has {len(tokens)} tokens; {sequences} prompts of {context} need more")
     return [tokens[i * context : (i + 1) * context] for i in range(sequences)]
 
 

@@ -33,6 +33,8 @@ def run(args: argparse.Namespace) -> None:
     """Compute, and write arrays ``q_L (tokens, heads, head_dim)``, ``k_L``, ``v_L`` of each layer, and ``tokens``."""
     if args.max_tokens < 1:
         raise ModelError(f"--max-tokens must be 1 or more; got {args.max_tokens}")
+    if not args.out.absolute().parent.is_dir():
+        raise ModelError(f"{args.out.parent} is not a folder")
     try:
         text = default_text() if args.text is None else args.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

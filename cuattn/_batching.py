@@ -92,7 +92,7 @@ class Engine:
         Keys and values of all sequences.
     counts : dict of str to float
         Since the beginning: prompt_tokens and generated_tokens computed, and prompt_seconds and generated_seconds;
-        reused_tokens, most_pages that were in use, and preemptions.
+        new_tokens, reused_tokens, most_pages that were in use, and preemptions.
 
     Notes
     -----
@@ -145,7 +145,7 @@ class Engine:
             If the prompt is empty, has an id that is none, or is longer than the context or the cache.
         """
         config, room = self.model.config, self.cache.stats()["total"] * self.cache.page_size
-        if not prompt:
+        if len(prompt) == 0:
             raise ModelError("the prompt is empty")
         if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
             raise ModelError(f"token ids must be within 0 and {config.vocab_size - 1}")
@@ -201,7 +201,7 @@ class Engine:
             found = self.cache.match_prefix(request.tokens)
             begin = tuple(request.tokens[: found + page])
             needed = -(-(len(request.tokens) + 1) // page) + len(self._running)  # and a page for each of the others
-            if begin in begins or self.cache.num_free() < needed:
+            if (begin in begins and len(begin) == found + page) or self.cache.num_free() < needed:
                 break  # this step computes what the request can reuse in the next one; or there is no room for it
             number = min(len(request.tokens) - found, room)
             request.computed = self.cache.add_sequence(request, request.tokens[: found + number])
@@ -241,14 +241,19 @@ class Engine:
     def _choose(self, batch: list[Request], logits: Any) -> dict[Request, int]:
         """The next token of each sequence that is computed to its end; sequences that end leave."""
         new = {}
-        for row, (request, best) in enumerate(zip(batch, logits.argmax(axis=1).tolist())):  # waits for the device
+        best_of, largest = logits.argmax(axis=1).tolist(), logits.max(axis=1).tolist()  # waits for the device
+        for row, (request, best) in enumerate(zip(batch, best_of)):
             if request.computed < len(request.tokens):
                 continue
+            if not np.isfinite(largest[row]):
+                rule = f"{self.model.dtype} has no room for this model's numbers"
+                raise ModelError(f"{rule}: the largest logit is {largest[row]}")
             if request.sampling.temperature:
                 best = request.sampling.choose(to_host(logits[row]), request.rng)
             new[request] = best
             if best not in request.stop:
                 request.tokens.append(best)
+                self.counts["new_tokens"] += 1
             request.done = best in request.stop or len(request.generated) == request.max_tokens
             if request.done:
                 self._release(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
 
@@ -34,10 +35,12 @@ def run(args: argparse.Namespace) -> None:
         raise ModelError(f"--max-tokens must be 1 or more; got {args.max_tokens}")
     if args.system is not None and not args.chat:
         raise ModelError("--system needs --chat")
-    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+    prompts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in args.prompts]
     for number, prompt in enumerate(prompts, 1):
         if not prompt.strip():
             raise ModelError("the prompt is empty" if len(prompts) == 1 else f"prompt {number} is empty")
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # what Python makes of bytes that are no UTF-8
+            raise ModelError(f"prompt {number} is not UTF-8")
     sampling = [_sampling(args, args.seed + i) for i in range(len(prompts))]
     model = Llama.load(args.model, array_module(args.backend))
     tokenizer = model.tokenizer
@@ -48,6 +51,8 @@ def run(args: argparse.Namespace) -> None:
     options = {"max_tokens": args.max_tokens, "stop": tokenizer.stop}
     requests = [engine.add(ids, **options, sampling=s) for ids, s in zip(tokens, sampling)]
     _prefill(engine, requests)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     streams = [Stream(tokenizer) for _ in requests]
     for number, (request, stream) in enumerate(zip(requests, streams), 1):
         if len(requests) > 1:
@@ -70,10 +75,11 @@ def summary(engine: Engine) -> str:
     parts = []
     for kind in ("prompt", "generated"):
         rate = c[f"{kind}_tokens"] / c[f"{kind}_seconds"] if c[f"{kind}_seconds"] else 0.0
-        parts.append(f"{kind}: {c[f'{kind}_tokens']:.0f} tokens, {rate:.1f} per second")
+        number = c["prompt_tokens" if kind == "prompt" else "new_tokens"]
+        parts.append(f"{kind}: {number:.0f} tokens, {rate:.1f} per second")
     if c["reused_tokens"]:
         parts[0] += f", {c['reused_tokens']:.0f} more reused"
-    parts.append(f"pages: {c['most_pages']:.0f} of {engine.cache.page_size} tokens")
+    parts.append(f"pages: {c['most_pages']:.0f} ({engine.cache.page_size} tokens each)")
     return "; ".join(parts)
 
 
@@ -85,9 +91,9 @@ def _sampling(args: argparse.Namespace, seed: int) -> Sampling:
 
 
 def _prefill(engine: Engine, requests: list[Request]) -> None:
-    """The steps that compute prompts, with a bar if they are many."""
+    """The steps until the first sequence has a token, with a bar if prompts are long."""
     total = sum(request.prompt_length for request in requests)
     with progress("prompt", total, _LONG_PROMPT) as show:
-        while any(not request.generated and not request.done for request in requests):
+        while not requests[0].generated and not requests[0].done:
             engine.step()
             show(engine.counts["prompt_tokens"] + engine.counts["reused_tokens"])

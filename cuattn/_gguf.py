@@ -125,10 +125,12 @@ def read(path: Path) -> Checkpoint:
     if fields.get("llama.expert_count", 0):
         raise ModelError(f"{path} is a mixture of experts, which is not supported")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
+    unread = set(tensors)
 
     def tensor(name: str) -> np.ndarray:
         if name not in tensors:
             raise ModelError(f"{path} has no tensor {name}")
+        unread.discard(name)
         try:
             return np.array(gguf.dequantize(tensors[name].data, tensors[name].tensor_type), np.float32)
         except NotImplementedError:
@@ -143,6 +145,11 @@ def read(path: Path) -> Checkpoint:
         config = _config(fields, vocab_size=int(tensors["token_embd.weight"].shape[1]))
     except KeyError as error:
         raise ModelError(f"{path} has no entry {error}") from None
+    except TypeError:
+        raise ModelError(f"{path} has layers of different sizes, which is not supported") from None
+    for name, plain in _plain(config).items():
+        if fields.get(f"llama.{name}", plain) != plain:
+            raise ModelError(f"{path} has {name} {fields[f'llama.{name}']}, which is not supported")
     layers = []
     for block in (f"blk.{i}" for i in range(config.num_layers)):
         layers.append({
@@ -160,18 +167,27 @@ def read(path: Path) -> Checkpoint:
     top["inv_freq"] = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
     if "rope_freqs.weight" in tensors:  # of Llama 3.1: what each frequency is divided by
         top["inv_freq"] = top["inv_freq"] / tensor("rope_freqs.weight")
+    for name in sorted(unread):
+        raise ModelError(f"{path} has {name}, which is not supported")
     return Checkpoint(config, top, layers, fields)
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    """Entries that change what a model computes, and their only value here."""
+    size = config.head_dim
+    same = {"rope.dimension_count": size, "attention.key_length": size, "attention.value_length": size}
+    scales = {"rope.scale_linear": 1.0, "rope.scaling.factor": 1.0, "attention.scale": size**-0.5}
+    return {**same, **scales, "attention.clamp_kqv": 0.0, "attention.sliding_window": 0, "attention.causal": True}
 
 
 def _config(fields: dict[str, Any], vocab_size: int) -> Config:
     hidden_size, num_heads = (int(fields[f"llama.{name}"]) for name in ("embedding_length", "attention.head_count"))
-    head_dim = int(fields.get("llama.rope.dimension_count", hidden_size // num_heads))
     return Config(
         num_layers=int(fields["llama.block_count"]),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=int(fields.get("llama.attention.head_count_kv", num_heads)),
-        head_dim=int(fields.get("llama.attention.key_length", head_dim)),
+        head_dim=int(fields.get("llama.attention.key_length", hidden_size // num_heads)),
         vocab_size=vocab_size,
         max_positions=int(fields["llama.context_length"]),
         rope_theta=float(fields.get("llama.rope.freq_base", 10000.0)),

@@ -36,7 +36,8 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, rule, right in (
             ("temperature", "0 or more", 0 <= self.temperature < np.inf),
-            ("top_k", "0 or more", self.top_k >= 0),
+            ("top_k", "an integer, 0 or more", isinstance(self.top_k, int) and self.top_k >= 0),
+            ("seed", "0 or more", self.seed is None or self.seed >= 0),
             ("top_p", "above 0, at most 1", 0 < self.top_p <= 1),
         ):
             if not right:
@@ -60,8 +61,8 @@ class Sampling:
         if self.temperature == 0:
             return int(logits.argmax())
         order = np.argsort(-logits, kind="stable")[: self.top_k or None]
-        scores = logits[order].astype(np.float64) / self.temperature
-        p = np.exp(scores - scores[0])
+        with np.errstate(over="ignore"):  # far below: -inf
+            p = np.exp((logits[order].astype(np.float64) - float(logits[order[0]])) / self.temperature)
         cumulative = np.cumsum(p / p.sum())
         kept = int(np.searchsorted(cumulative, self.top_p)) + 1 if self.top_p < 1 else len(order)
         reached = cumulative[: min(kept, len(order))]

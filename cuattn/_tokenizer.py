@@ -7,7 +7,7 @@ from typing import Any
 
 from cuattn._gguf import INSTALL, ModelError
 
-_SPECIAL = (3, 4)  # token types: control, user defined
+_CONTROL, _USER_DEFINED = 3, 4  # token types; the former are no text
 _GPT2 = None  # the expression of GPT-2, which ByteLevel has built in
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -46,10 +46,14 @@ class Tokenizer:
         if kind != "gpt2" or split not in _PRETOKENIZERS:
             known = ", ".join(_PRETOKENIZERS)
             raise ModelError(f"the vocabulary must be gpt2 with one of {known}; the file has {kind} with {split}")
-        words: list[str] = fields["tokenizer.ggml.tokens"]
-        merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+        try:
+            words, types, pairs = (fields[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type", "merges"))
+        except KeyError as error:
+            raise ModelError(f"the file has no entry {error}") from None
+        merges = [tuple(pair.split(" ")) for pair in pairs]
         self._ids = {word: i for i, word in enumerate(words)}
-        self._bpe = tokenizers.Tokenizer(models.BPE(self._ids, merges))
+        whole = split == "llama-bpe"  # such a vocabulary's words are tokens whether merges make them or not
+        self._bpe = tokenizers.Tokenizer(models.BPE(self._ids, merges, ignore_merges=whole))
         digits, expression = _PRETOKENIZERS[split]
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
         if expression is not None:
@@ -57,15 +61,15 @@ class Tokenizer:
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression is None))
         self._bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)
         self._bpe.decoder = decoders.ByteLevel()
-        types = fields["tokenizer.ggml.token_type"]
-        special = [word for word, kind in zip(words, types) if kind in _SPECIAL]
-        self._bpe.add_special_tokens([tokenizers.AddedToken(word, normalized=False) for word in special])
+        for added, add in ((_CONTROL, self._bpe.add_special_tokens), (_USER_DEFINED, self._bpe.add_tokens)):
+            add([tokenizers.AddedToken(word, normalized=False) for word, kind in zip(words, types) if kind == added])
         wanted = {fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")}
         wanted |= {self._ids.get(word) for word in ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")}
         self.stop = {int(i) for i in wanted if i is not None}
-        begins = fields.get("tokenizer.ggml.add_bos_token", False)
-        self._first = [int(fields["tokenizer.ggml.bos_token_id"])] if begins else []
-        self._chatml = "<|im_start|>" in fields.get("tokenizer.chat_template", "")
+        first = fields.get("tokenizer.ggml.bos_token_id")
+        begins = fields.get("tokenizer.ggml.add_bos_token", split == "llama-bpe")
+        self._first = [int(first)] if begins and first is not None else []
+        self._template = str(fields.get("tokenizer.chat_template", ""))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, special tokens among them by name.
@@ -103,9 +107,9 @@ class Tokenizer:
         Parameters
         ----------
         question : str
-            What the user says.
+            What the user says. Special tokens in it count as such: who answers for others must take them out.
         system : str, optional
-            What the model is told about itself. Default: as its template says.
+            What the model is told about itself. Default: what SmolLM2's template says, else nothing.
 
         Returns
         -------
@@ -117,9 +121,12 @@ class Tokenizer:
         ModelError
             If the model has no chat template of this form.
         """
-        if not self._chatml:
+        if "<|im_start|>" not in self._template:
             raise ModelError("the model has no chat template with <|im_start|>; leave out --chat")
-        turns = (("system", _SYSTEM if system is None else system), ("user", question))
+        if system is None and _SYSTEM in self._template:
+            system = _SYSTEM
+        turns = [] if system is None else [("system", system)]
+        turns.append(("user", question))
         return "".join(f"<|im_start|>{who}\n{text}<|im_end|>\n" for who, text in turns) + "<|im_start|>assistant\n"
 
 

@@ -59,6 +59,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from .state import State, merge_state
 
+_SMALL = 1 << 18  # scores of a head
+
 
 def attention(
     q: ArrayLike,
@@ -135,8 +137,9 @@ def attention(
     out = np.zeros((batch, seqlen_q, num_heads, head_dim_v))
     lse = np.full((batch, seqlen_q, num_heads), -np.inf)
     group = num_heads // num_kv_heads
-    for b, g in np.ndindex(batch, num_kv_heads):
-        heads = slice(g * group, (g + 1) * group)  # those that share keys and values
+    together = group if seqlen_q * seqlen_k <= _SMALL else 1  # heads that share keys, while their scores are few
+    for b, first in np.ndindex(batch, num_heads // max(together, 1)):
+        heads, g = slice(first * together, (first + 1) * together), first * together // group
         visible = reach & mask[b, heads]
         seen = np.flatnonzero(visible.any(axis=(0, 1)))  # a key that no row sees is never read
         if len(seen) == 0:  # the state of no keys stands

@@ -16,6 +16,7 @@ deviations, taken over all runs and the vocabulary: one in 10^15 is beyond.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,8 +55,8 @@ SMALL = Sizes()
 FLOAT32 = np.dtype(np.float32)
 
 
-def write(path: Path, sizes: Sizes = SMALL, seed: int = 0, tied: bool = False, scaled: bool = False, **fields: object) -> dict:
-    """Write a model, and return its tensors as a reader finds them."""
+def write(path: Path, sizes: Sizes = SMALL, seed: int = 0, tied: bool = False, scaled: bool = False, more: Callable = lambda writer: None, **fields: object) -> dict:
+    """Write a model, to which `more` adds, and return its tensors as a reader finds them."""
     rng, kinds = np.random.default_rng(seed), gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(path, str(fields.get("architecture", "llama")))
     writer.add_context_length(sizes.context)
@@ -69,7 +70,7 @@ def write(path: Path, sizes: Sizes = SMALL, seed: int = 0, tied: bool = False, s
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(str(fields.get("pre", "smollm")))
     writer.add_token_list(VOCABULARY)
-    writer.add_token_types([3] * len(WORDS) + [1] * (len(VOCABULARY) - len(WORDS)))
+    writer.add_token_types([3] * len(WORDS) + [1] * (len(VOCABULARY) - len(WORDS) - 1) + [int(fields.get("last", 1))])
     writer.add_token_merges(MERGES)
     writer.add_eos_token_id(2)
     writer.add_chat_template(str(fields.get("template", CHATML)))
@@ -98,6 +99,7 @@ def write(path: Path, sizes: Sizes = SMALL, seed: int = 0, tied: bool = False, s
         tensor("output", len(VOCABULARY), sizes.hidden, scale=3)
     if scaled:
         tensor("rope_freqs", sizes.head_dim // 2)
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -18,7 +18,7 @@ from cuattn.llama import Engine, Llama, ModelError
 from tests import llama_model
 from tests.backends import BACKENDS
 
-RATES = re.compile(r"prompt: \d+ tokens, [\d.]+ per second.*; generated: \d+ tokens, [\d.]+ per second; pages: \d+ of 16 tokens\n")
+RATES = re.compile(r"prompt: \d+ tokens, [\d.]+ per second.*; generated: \d+ tokens, [\d.]+ per second; pages: \d+ \(16 tokens each\)\n")
 
 
 @pytest.fixture
@@ -97,6 +97,8 @@ def test_a_long_prompt_has_a_bar_on_a_terminal(path, monkeypatch):
     (["x", "--max-tokens", "0"], "--max-tokens must be 1 or more; got 0"),
     (["x", "--temperature", "-1"], "temperature must be 0 or more; got -1.0"),
     (["x", "--system", "y"], "--system needs --chat"),
+    (["x", "--seed", "-1"], "seed must be 0 or more; got -1"),
+    (["x", "\udcff"], "prompt 2 is not UTF-8"),
     (["x", "--model", "/nowhere.gguf"], "/nowhere.gguf is not a file"),
     (["x", "--model", __file__], f"{__file__} is not a GGUF file (GGUF magic invalid)"),
 ])  # fmt: skip
@@ -113,6 +115,20 @@ def test_other_models(tmp_path, options, problem):
     llama_model.write(tmp_path / "model.gguf", **options)
     with pytest.raises(ModelError, match=problem):
         Llama.load(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(("more", "problem"), [
+    (lambda w: w.add_tensor("blk.0.attn_q.bias", np.ones(64, np.float32)), "has blk.0.attn_q.bias, which is not supported"),
+    (lambda w: w.add_sliding_window(4), "has attention.sliding_window 4, which is not supported"),
+    (lambda w: w.add_rope_dimension_count(8), "has rope.dimension_count 8, which is not supported"),
+    (lambda w: w.add_causal_attention(False), "has attention.causal False, which is not supported"),
+    (lambda w: w.add_value_length(8), "has attention.value_length 8, which is not supported"),
+    (lambda w: w.add_float32("llama.rope.scale_linear", 2.0), "has rope.scale_linear 2.0, which is not supported"),
+], ids=lambda x: "" if callable(x) else x.split()[1])  # fmt: skip
+def test_what_would_be_ignored_is_refused(tmp_path, more, problem):
+    llama_model.write(tmp_path / "model.gguf", more=more)
+    with pytest.raises(ModelError, match=problem):
+        read(tmp_path / "model.gguf")
 
 
 def test_a_cut_file(path):
@@ -179,6 +195,36 @@ def test_pretokenizers_split_as_their_models_were_trained(tmp_path, pre, pieces)
     assert [piece for piece, _ in split] == pieces
 
 
+def test_words_of_a_llama_vocabulary_are_tokens_without_merges(tmp_path):
+    """And a text begins as the file says, or as such models do if it says nothing."""
+    llama_model.write(tmp_path / "model.gguf", pre="llama-bpe", more=lambda w: w.add_bos_token_id(0))
+    fields = read(tmp_path / "model.gguf").fields
+    fields["tokenizer.ggml.merges"] = ["h e", "l l"]
+    hell = llama_model.VOCABULARY.index("hell")
+    assert Tokenizer(fields).encode("hell") == [0, hell]
+    assert Tokenizer(fields | {"tokenizer.ggml.add_bos_token": False}).encode("hell") == [hell]
+    assert hell not in Tokenizer(fields | {"tokenizer.ggml.pre": "gpt-2"}).encode("hell")
+
+
+def test_words_that_a_user_defined_are_text(tmp_path):
+    llama_model.write(tmp_path / "model.gguf", last=4)
+    tokenizer, word = Tokenizer(read(tmp_path / "model.gguf").fields), llama_model.VOCABULARY[-1]
+    ids = tokenizer.encode(f"x{word}<|im_end|>y")
+    assert len(llama_model.VOCABULARY) - 1 in ids and 2 in ids and tokenizer.decode(ids) == "x ty"
+
+
+def test_a_model_is_not_told_that_it_is_another(path):
+    fields = read(path).fields
+    assert "system" not in Tokenizer(fields).chat("hello")
+    named = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    assert f"system\n{named}<" in Tokenizer(fields | {"tokenizer.chat_template": f"<|im_start|>{named}"}).chat("hello")
+
+
+def test_output_that_nobody_reads_any_more(capfd, path, monkeypatch):
+    monkeypatch.setattr("cuattn._generate.run", lambda args: (_ for _ in ()).throw(BrokenPipeError))
+    assert main(["generate", "x", "--model", str(path)]) == 141
+
+
 # Activations, and info
 
 
@@ -209,6 +255,11 @@ def test_activations_refuse(capsys, tmp_path, path, arguments, problem):
     out = tmp_path / "x.npz"
     assert main(["activations", "--model", str(path), "--out", str(out), "--backend", "numpy", *arguments]) == 2
     assert re.search(problem, capsys.readouterr().err) and not out.exists()
+
+
+def test_activations_look_for_their_folder_first(capsys, path):
+    assert main(["activations", "--model", str(path), "--layers", "0", "--out", "/nowhere/x.npz"]) == 2
+    assert "/nowhere is not a folder" in capsys.readouterr().err
 
 
 def test_info_says_which_kernels_would_run(kernels):

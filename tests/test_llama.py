@@ -232,3 +232,25 @@ def test_refusals(tmp_path):
             engine.add(prompt)
     with pytest.raises(ValueError, match="Engine: chunk must be 2 or more; got 1"):
         Engine(engine.model, 2, chunk=1)
+
+
+def test_equal_prompts_that_share_no_page_begin_together(tmp_path):
+    model = Case(tmp_path, Backend()).model
+    engine = Engine(model, 64, 16)
+    requests = [engine.add([5, 6, 7], max_tokens=2) for _ in range(9)]
+    engine.step()
+    assert all(request.generated for request in requests)
+
+
+def test_numbers_beyond_the_dtype_are_no_text(tmp_path):
+    model = Case(tmp_path, Backend()).model
+    model._top["norm"] = model._top["norm"] * np.float32(np.inf)
+    engine = Engine(model, 4)
+    engine.add([5], max_tokens=2)
+    with np.errstate(invalid="ignore"), pytest.raises(ModelError, match="float32 has no room for this model's numbers: the largest logit is nan"):
+        engine.step()
+
+
+def test_a_temperature_near_0_takes_the_likeliest():
+    logits = np.float32([1, 3, 2])
+    assert Sampling(1e-310).choose(logits, np.random.default_rng(0)) == 1
