@@ -78,14 +78,15 @@ if not SIMULATOR:
     @pytest.fixture
     def much_memory():
         """On a GPU only one of several workers has many gigabytes at a time, and gives them back."""
-        with (Path(tempfile.gettempdir()) / f"cuattn-much-memory-{os.getuid()}").open("w") as lock:
-            if "gpu" in BACKENDS:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        if "gpu" not in BACKENDS:
             yield
-            if "gpu" in BACKENDS:
-                import cupy
+            return
+        import cupy
 
-                cupy.get_default_memory_pool().free_all_blocks()
+        with (Path(tempfile.gettempdir()) / f"cuattn-much-memory-{os.getuid()}").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+            cupy.get_default_memory_pool().free_all_blocks()
 
     @pytest.fixture
     def wide_memory(backend, much_memory):

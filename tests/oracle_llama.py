@@ -1,4 +1,4 @@
-"""SmolLM2 against llama.cpp on the same float32 weights: ``python -m tests.oracle_llama``, with the extra `oracle`.
+"""SmolLM2 against llama.cpp on the same float32 weights: ``python -m tests.oracle_llama`` (extras `llm`, `oracle`).
 
 Not part of the suite: it writes a file of 540 MB and takes minutes. Logits of both are within `llama_model.logits`' bound
 of the exact ones, so within twice that of each other; and the likeliest tokens are the same.
